@@ -210,6 +210,82 @@ def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> N
     assert point > 30
 
 
+def test_a_handler_may_ask_for_the_last_save_anywhere(tmp_path: Path) -> None:
+    """It saves, and leaves the block: the loop goes on, whatever the handler has stopped."""
+    every = ckptio.SaveEvery(steps=9)
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        root = tmp_path / str(point)
+        checkpointer = sync.Checkpointer(root, every=every, config=CONFIG, ranks="solo").__enter__()
+
+        def ask(checkpointer: sync.Checkpointer = checkpointer) -> None:
+            with contextlib.suppress(EngineClosedError):
+                checkpointer.should_save(1)
+
+        def leave(checkpointer: sync.Checkpointer = checkpointer) -> None:
+            checkpointer.preempt()
+            checkpointer.start_save(STATE, 2).committed.wait(20)
+            checkpointer.__exit__(None, None, None)
+
+        where = ("/ckptio/checkpointer/", "/ckptio/runtime/guard.py")
+        went_on = interrupt_at(point, ask, where, leave)
+        checkpointer.__exit__(None, None, None)
+    assert point > 10
+
+
+def test_a_handler_may_save_wherever_another_save_begins(tmp_path: Path) -> None:
+    """Both are known then: what is waited for, what stays, and which was saved last."""
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        goes_on, root = threading.Event(), tmp_path / str(point)
+
+        def watch(_: object, goes_on: threading.Event = goes_on) -> None:
+            goes_on.wait(20)
+
+        with sync.Checkpointer(
+            root, sweep_after_s=None, keep=ckptio.KeepLast(9), config=CONFIG, observer=watch
+        ) as checkpointer:
+            upkeep = checkpointer._core.upkeep
+
+            def save(step: int = 1, checkpointer: sync.Checkpointer = checkpointer) -> None:
+                checkpointer.start_save(STATE, step)
+
+            def save_more(checkpointer: sync.Checkpointer = checkpointer) -> None:
+                checkpointer.start_save(STATE, 2)
+
+            save(0)
+            where = ("/ckptio/checkpointer/", "/ckptio/runtime/leaving.py")
+            went_on = interrupt_at(point, save, where, save_more)
+            steps = {0, 1, 2} if went_on else {0, 1}
+            found = [{step for step, _ in saves} for saves in (upkeep.saves, upkeep._called)]
+            goes_on.set()
+            assert found == [steps, steps]
+            assert len(upkeep.passes) == len(steps)
+    assert point > 20
+
+
+def test_an_alarm_in_a_load_is_no_damage(tmp_path: Path) -> None:
+    """Who falls back to an older step when a manifest is damaged does not for an alarm."""
+    sync.save({"a": {"b": [STATE, (1, 2)]}}, tmp_path / "a")
+    point, went_on = 0, True
+    where = ("/ckptio/format/", "/ckptio/state/rebuild.py")
+
+    def ring() -> None:
+        raise TimeoutError
+
+    with sync.Engine(CONFIG, ranks="solo") as engine:
+        while went_on:
+            point += 1
+            went_on = False
+            try:
+                interrupt_at(point, lambda: engine.load(tmp_path / "a"), where, ring)
+            except TimeoutError:
+                went_on = True
+    assert point > 20
+
+
 def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
     """Also inside of another call; and where somebody keeps the interrupt, with all its frames."""
     kept: list[BaseException] = []

@@ -197,10 +197,10 @@ class Stops:
         async def decide(messages: Sequence[Any]) -> Same:
             return Same({"number": max(messages) + 1, "reason": reason})
 
-        num_asked = self._guard.run(self._hold)
         stop: Stop | None = None
         try:
             async with ranks.session(key) as session:
+                num_asked = await self._guard.run_aside(self._hold)
                 answer = await session.round("stop", num_asked, decide)
             stop = Stop(number=answer["number"], reason=answer["reason"])
         finally:
@@ -213,14 +213,9 @@ class Stops:
         return self._num_asked
 
     def _release(self, stop: Stop | None) -> None:
-        """Let the trainer go on."""
-
-        def take() -> Outcome[None] | None:
-            held, self._held = self._held, None
-            if stop is not None:
-                self._pending.append(stop)
-            return held
-
-        held = self._guard.run(take)
+        """Let the trainer go on. Without the lock: it takes nothing while it is held back."""
+        if stop is not None:
+            self._pending.append(stop)
+        held, self._held = self._held, None
         if held is not None:
             held.set_result(None)

@@ -85,7 +85,7 @@ class Upkeep:
         self._clock = clock
         self._swept_s: dict[Keeper, float] = {}
         self.saves: list[tuple[int, SaveMoments]] = []
-        self.passes: list[Running[None]] = []
+        self.passes: dict[Running[None], None] = {}  # changed without a lock
         self.busy: dict[object, int] = {}
         self._losses = Losses()
         self._guard = Guard()
@@ -103,7 +103,7 @@ class Upkeep:
         second, path = self._second, self._keeper.root.path
         if second is not None:
             taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
-            self.passes.append(taking)
+            self.passes[taking] = None
         if self._sweep_after_s is not None:
             self.follow(None)
 
@@ -117,16 +117,25 @@ class Upkeep:
         self._guard.run(look)
 
     def add(self, step: int, moments: SaveMoments) -> None:
-        """Take a save that has begun. From any thread, several at a time."""
+        """Take a save that has begun. From any thread, several at a time.
+
+        A signal's handler that saves may come in between: what it has added by then stays.
+        """
 
         def take() -> None:
             self._steps.add(step)
-            goes = [call for call in self._called if call[1].committed.error() is not None]
-            goes += [call for call in self._called if _is_committed(call[1])][:-_NUM_REMEMBERED]
-            self._called = [call for call in self._called if call not in goes] + [(step, moments)]
-            self._losses.note(self.saves)
-            waiting = unsettled(moments for _, moments in self.saves)
-            self.saves = [(s, m) for s, m in self.saves if m in waiting] + [(step, moments)]
+            is_taken = False
+            while not is_taken:
+                called, saves = self._called, self.saves
+                goes = [call for call in called if call[1].committed.error() is not None]
+                goes += [call for call in called if _is_committed(call[1])][:-_NUM_REMEMBERED]
+                left = [call for call in called if call not in goes] + [(step, moments)]
+                self._losses.note(saves)
+                waiting = unsettled(moments for _, moments in saves)
+                under_way = [(s, m) for s, m in saves if m in waiting] + [(step, moments)]
+                if self._called is called and self.saves is saves:  # no call before what follows
+                    self._called, self.saves = left, under_way
+                    is_taken = True
 
         self._guard.run(take)
 
@@ -143,7 +152,7 @@ class Upkeep:
                     words = "the %s of step %d is aborted by %r, unless it is just being committed"
                     _log.warning(words, what, step, error)
                 moments.abort()
-        for running in self.passes:
+        for running in list(self.passes):
             running.abort()
 
     def end(self, error: BaseException | None) -> None:
@@ -162,11 +171,9 @@ class Upkeep:
             return
         root = self._keeper.root.path
         running = engine.submit(lambda _: self._pass(moments), f"look after {root}")
-
-        def note() -> None:
-            self.passes = [*(run for run in self.passes if not run.end.done()), running]
-
-        self._guard.run(note)
+        self.passes[running] = None
+        for ended in [run for run in list(self.passes) if run.end.done()]:
+            self.passes.pop(ended, None)  # a signal's handler that saves may have done so
 
     async def _take_up(self, second: SecondTier, path: str) -> None:
         """Make what earlier runs owed, and let go of what is not kept of it.
@@ -376,7 +383,7 @@ class Upkeep:
             self._called = called
 
         async with self._turns[keeper]:
-            self._guard.run(forget)
+            await self._guard.run_aside(forget)
             error = (await keeper.remove(step)).error
         if isinstance(error, FormatError):
             damaged = type(error)(f"{keeper.root.join(step_name(step))!r}: {error}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Whatever a value's own constructor says of a bad document.
 BAD_VALUES = (
     KeyError, ValueError, TypeError, OverflowError, AttributeError,
-    RecursionError, OSError, struct.error,
+    RecursionError, struct.error,
 )  # fmt: skip
 _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")

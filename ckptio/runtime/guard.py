@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+
+#: Seconds after which a loop looks again whether a lock is free.
+_POLL_S = 0.001
 
 
 class Guard:
@@ -37,3 +41,16 @@ class Guard:
                 self._lock.release()
             except RuntimeError:  # one came before it was taken
                 pass
+
+    async def run_aside(self, function: Callable[[], T]) -> T:
+        """Do the same on an engine's loop, which goes on until its turn comes.
+
+        A signal's handler that has stopped the thread with the lock may wait for just this loop,
+        for a save or for the end of the engine.
+        """
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  # a lock of threads
+            await asyncio.sleep(_POLL_S)
+        try:
+            return function()
+        finally:
+            self._lock.release()
