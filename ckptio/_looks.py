@@ -118,7 +118,8 @@ def _ahead(look: _Look) -> list[_Look]:
     Raises:
         TimeoutError: Those that hang leave no room for it.
     """
-    others = [other for other in tuple(_begun) if other.kind == look.kind]
+    # a copy: without a GIL, `tuple` may find that another thread has changed the set meanwhile
+    others = [other for other in _begun.copy() if other.kind == look.kind]
     hung = [other for other in others if other.is_given_up]
     if len(hung) >= _MAX_HUNG or any(other.place == look.place for other in hung):
         raise TimeoutError(f"nothing answers at {hung[0].place!r}")

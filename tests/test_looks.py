@@ -176,3 +176,29 @@ async def test_where_no_thread_begins_nothing_is_said(monkeypatch: pytest.Monkey
         with pytest.raises(TimeoutError):
             await run_or_give_up(lambda: begun.append(1), 60.0, "look", "here")
     assert begun == []
+
+
+def test_loops_of_many_threads_look_at_once() -> None:
+    """Looks begin and end on other threads while one counts them, without a GIL at any moment."""
+    failures: list[BaseException] = []
+
+    async def look_often(number: int) -> None:
+        for turn in range(50):
+            places = [f"/{number}-{turn}/{index}" for index in range(8)]
+            await asyncio.gather(
+                *[run_or_give_up(int, 60.0, f"look {number}", place) for place in places]
+            )
+
+    def run(number: int) -> None:
+        try:
+            asyncio.run(look_often(number))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert _looks._begun == set()

@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -239,11 +240,7 @@ def _require_names(state: dict[str, Any], path: str) -> None:
 
 def _save(state: dict[str, Any], writer: _Writer, planner: DefaultSavePlanner) -> None:
     """Let the stock writer write."""
-    log = logging.getLogger("torch.distributed.checkpoint")
-    level = log.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group: that is meant
-        log.setLevel(logging.ERROR)
+    with _quiet:
         try:
             # what `save` calls: that one takes `no_dist` in later versions of torch alone, and
             # would else meet the other ranks of a job
@@ -257,8 +254,38 @@ def _save(state: dict[str, Any], writer: _Writer, planner: DefaultSavePlanner) -
         except CheckpointException as error:  # no `Exception`, of one rank's failure
             (cause, _), *_ = error.failures.values()
             raise cause from None
-        finally:
-            log.setLevel(level)
+
+
+class _Quiet:
+    """Keeps warnings and DCP's log still while conversions write. From any thread.
+
+    Both are of the process. So the first conversion changes them, and the last one that ends puts
+    them back: of two that overlap, each would else put back what the other one had set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_users == 0:
+                log = logging.getLogger("torch.distributed.checkpoint")
+                self._undo.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # that there is no process group: that is meant
+                self._undo.callback(log.setLevel, log.level)
+                log.setLevel(logging.ERROR)
+            self._num_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._undo.close()
+
+
+_quiet = _Quiet()
 
 
 def _settle(metadata: str, config: CheckpointConfig) -> None:
