@@ -233,7 +233,7 @@ def _empty(target: Any, unexpected: Sequence[str]) -> str:
     ahead = [("", target)]
     while ahead:
         fqn, value = ahead.pop()
-        if type(value) is not dict:
+        if not isinstance(value, dict):
             continue
         if not value and fqn in above:
             return f"{fqn!r} of the target is empty: None in its place takes what is stored"

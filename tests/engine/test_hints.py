@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +72,7 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             "load into a module wrapped like the one that was saved",
         ),
         ({"m": {"w": torch.ones(1)}}, {"m": {}}, "'m' of the target is empty: None in its place"),
+        ({"q": {"a": [1]}}, {"q": defaultdict(list)}, "'q' of the target is empty: None in its"),
         (
             {"o": {"state": {0: {"step": 1}}, "param_groups": []}},
             {"o": {"state": {"net.w": {"step": 1}}, "param_groups": []}},
