@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptio import _looks
 from ckptio._looks import run_or_give_up
 from ckptio.testing import VirtualLoop, run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -178,27 +182,26 @@ async def test_where_no_thread_begins_nothing_is_said(monkeypatch: pytest.Monkey
     assert begun == []
 
 
-def test_loops_of_many_threads_look_at_once() -> None:
-    """Looks begin and end on other threads while one counts them, without a GIL at any moment."""
-    failures: list[BaseException] = []
+async def test_looks_that_begin_while_they_are_counted_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other threads begin some; without a GIL at any moment, as here at each step."""
 
-    async def look_often(number: int) -> None:
-        for turn in range(50):
-            places = [f"/{number}-{turn}/{index}" for index in range(8)]
-            await asyncio.gather(
-                *[run_or_give_up(int, 60.0, f"look {number}", place) for place in places]
-            )
+    class Changing(set[object]):
+        def __iter__(self) -> Iterator[object]:
+            for each in super().__iter__():
+                yield each
+                if self is begun:
+                    self.add(object())
 
-    def run(number: int) -> None:
-        try:
-            asyncio.run(look_often(number))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert _looks._begun == set()
+    begun = Changing()
+    monkeypatch.setattr(_looks, "_begun", begun)
+    goes_on = threading.Event()
+    first = asyncio.ensure_future(run_or_give_up(lambda: goes_on.wait(20), 60.0, "look", "there"))
+    while not begun:
+        await asyncio.sleep(0)
+    try:
+        assert await run_or_give_up(lambda: 1, 60.0, "look", "here") == 1
+    finally:
+        goes_on.set()
+        assert await first
