@@ -137,7 +137,8 @@ class BlockWriter:
                 self._push_out(offset, len(data))
         except OSError as error:
             # without a file its name was another's, and on a full disk what is written is good
-            self._is_spoiled |= self._fd >= 0 and error.errno not in _FULL
+            if self._fd >= 0 and error.errno not in _FULL:
+                self._is_spoiled = True  # only ever set: another thread may fail meanwhile
             raise storage_error(error, self._path, f"cannot write at byte {offset}") from error
 
     def close(self) -> None:

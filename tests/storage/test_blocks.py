@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ckptio.testing.faults import Operation
     from ckptio.testing.files import RefuseDirect
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -173,6 +174,42 @@ def test_a_failing_operation_says_what_where_and_why(
     assert caught.value.filename == str(tmp_path / "f")
     assert isinstance(caught.value.__cause__, OSError)
     assert files.num_open == 0
+
+
+@pytest.mark.parametrize("look", range(3))
+def test_a_file_that_was_spoiled_while_another_thread_found_the_disk_full_goes(
+    tmp_path: Path, look: int
+) -> None:
+    """What one thread found of a file is not taken back by what another one did not find."""
+    codes = iter([0, errno.ENOSPC, errno.EIO])  # the first range is written
+    looks: list[int | None] = []
+
+    class FullError(OSError):
+        """Another thread fails while this one looks at what it got."""
+
+        @property
+        def errno(self) -> int:  # type: ignore[override]
+            looks.append(None)
+            if len(looks) == look + 1:
+                with pytest.raises(StorageError) as other:
+                    writer.pwrite(8192, view[8192:12_288])
+                looks[look] = other.value.errno
+            return errno.ENOSPC
+
+    def fault(operation: Operation) -> None:
+        code = next(codes, 0) if operation.kind == "pwrite" else 0
+        if code:
+            raise FullError if code == errno.ENOSPC else OSError(code, os.strerror(code))
+
+    files = RecordingFiles(fault)
+    writer = BlockWriter(files, str(tmp_path / "f"), 12_288, SMALL, print)
+    with page_aligned(bytes_of(12_288)) as view:
+        writer.pwrite(0, view[:4096])
+        with pytest.raises(StorageError):
+            writer.pwrite(4096, view[4096:8192])
+    writer.discard()
+    assert looks[look] == errno.EIO
+    assert not (tmp_path / "f").exists()
 
 
 def test_a_failing_read_says_what_where_and_why(tmp_path: Path) -> None:
