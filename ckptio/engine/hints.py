@@ -10,7 +10,6 @@ import torch
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.fills import names_of
 from ckptio.state.members import members_of
-from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import read_tree
 
 if TYPE_CHECKING:
@@ -91,20 +90,15 @@ def nothing_fits(match: Match, path: str, target: Any, manifest: Manifest, rank:
 def _names_of(target: Any) -> list[str]:
     """Name what a target has, and what modules in it have; nothing if it does not say.
 
-    No object in a target is asked for its state, as matching may not have done so: that moves some
-    data loaders, and of some modules all ranks have to do it.
+    No object is asked for its state, not even one that is the target: that moves some data loaders,
+    and for some objects all ranks have to do it, of which this one may be alone here.
     """
     try:
         if type(target) is not dict:
-            return names_of("", _state_of(target))
+            return names_of("", _members_of(target))
         return names_of("", {key: _members_of(part) for key, part in target.items()})
     except Exception:  # of the caller's class, which raises anything
         return []
-
-
-def _state_of(target: Any) -> Any:
-    members = _members_of(target)
-    return target.state_dict() if members is target and is_stateful(target) else members
 
 
 def _members_of(part: Any) -> Any:

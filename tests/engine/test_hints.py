@@ -257,6 +257,26 @@ def test_an_object_beside_what_differs_is_not_asked_for_its_state(
     assert asked == []
 
 
+def test_an_object_that_is_the_target_is_asked_for_its_state_once(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """On the rank that differs alone, it would wait for those that are not asked again."""
+    engine.save({"step": 1}, tmp_path / "c")
+    asked: list[str] = []
+
+    class Run:
+        def state_dict(self) -> dict[str, Any]:
+            asked.append("state_dict")
+            return {"step": 0, "extra": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError(state)
+
+    with pytest.raises(MismatchError, match="'extra'"):
+        engine.load(tmp_path / "c", into=Run())
+    assert asked == ["state_dict"]
+
+
 def test_a_backbone_from_another_program_is_told_where_to_go(tmp_path: Path) -> None:
     """Whatever the order of names in its file is."""
     body = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
