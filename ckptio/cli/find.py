@@ -70,6 +70,8 @@ def find_checkpoints(root: str, *, depth: int, hidden: bool) -> Iterator[Found]:
         except OSError as error:
             if path == root:
                 raise
+            if isinstance(error, FileNotFoundError):
+                continue  # removed since its parent was listed
             yield Found(path=path, error=str(error.strerror))
             continue
         names = [entry.name for entry in entries]

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
 from ckptio import sync
 from ckptio.__main__ import main
+from ckptio.cli.find import find_checkpoints
 from ckptio.format.manifest import decode_manifest
 from ckptio.runtime.core import EngineCore
 from ckptio.storage.file_names import ATTEMPT_PREFIX, data_file_name
@@ -46,6 +48,17 @@ def test_ls_shows_each_checkpoint_once_newest_first(
     assert len(document["checkpoints"]) == 2
     _, document = run_json(capsys, "ls", str(ckpt))
     assert [row["path"] for row in document["checkpoints"]] == ["."]
+
+
+def test_what_is_removed_while_directories_are_listed_is_not_found(tmp_path: Path) -> None:
+    """A run goes on meanwhile, and lets go of steps: that is no failure."""
+    for step in (1, 2, 3):
+        save_at(tmp_path / f"step-{step}")
+    found = find_checkpoints(str(tmp_path), depth=1, hidden=False)
+    paths = [next(found).path]
+    shutil.rmtree(tmp_path / "step-2")
+    paths += [item.path for item in found]
+    assert paths == [str(tmp_path / "step-1"), str(tmp_path / "step-3")]
 
 
 def test_ls_follows_a_link_to_what_is_elsewhere(
