@@ -366,13 +366,21 @@ def test_an_interrupt_ends_what_is_waited_for_inside_of_a_loop() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_no_interrupt_leaves_a_guard_locked() -> None:
+@pytest.mark.parametrize("face", ["run", "run_aside"])
+def test_no_interrupt_leaves_a_guard_locked(face: str) -> None:
     """Who comes then does not wait; and a handler of a signal does not wait for what it stopped."""
     ran: list[str] = []
     guard, point = Guard(), 1
 
+    def call() -> None:
+        guard.run(lambda: ran.append("inner"))
+
     def run() -> None:
-        guard.run(lambda: guard.run(lambda: ran.append("inner")))
+        if face == "run":
+            guard.run(call)
+        else:  # on a loop that the main thread has
+            with contextlib.suppress(StopIteration):
+                guard.run_aside(call).send(None)
         ran.append("outer")
 
     while interrupt_at(point, run, ("/ckptio/runtime/guard.py",)):

@@ -48,9 +48,14 @@ class Guard:
         A signal's handler that has stopped the thread with the lock may wait for just this loop,
         for a save or for the end of the engine.
         """
-        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  # a lock of threads
+        while not self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # as above
+            try:  # the loop may be of the main thread, to which interrupts come
+                if self._lock.acquire(blocking=False):
+                    return function()
+            finally:
+                try:  # noqa: SIM105  # as above
+                    self._lock.release()
+                except RuntimeError:  # another thread has it
+                    pass
             await asyncio.sleep(_POLL_S)
-        try:
-            return function()
-        finally:
-            self._lock.release()
+        return function()

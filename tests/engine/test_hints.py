@@ -261,13 +261,13 @@ def test_an_object_that_is_the_target_is_asked_for_its_state_once(
     engine: sync.Engine, tmp_path: Path
 ) -> None:
     """On the rank that differs alone, it would wait for those that are not asked again."""
-    engine.save({"step": 1}, tmp_path / "c")
+    engine.save({"w": torch.ones(2)}, tmp_path / "c")
     asked: list[str] = []
 
     class Run:
         def state_dict(self) -> dict[str, Any]:
             asked.append("state_dict")
-            return {"step": 0, "extra": torch.zeros(2)}
+            return {"w": torch.zeros(2), "extra": torch.zeros(2)}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise AssertionError(state)
