@@ -266,6 +266,35 @@ def test_a_handler_may_save_wherever_another_save_begins(tmp_path: Path) -> None
     assert point > 20
 
 
+async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -> None:
+    """On a loop that the main thread has: it stays known which step was saved last."""
+    point, went_on, where = 0, True, ("/ckptio/checkpointer/upkeep.py",)
+    while went_on:
+        point += 1
+        async with ckptio.Checkpointer(
+            tmp_path / str(point), sweep_after_s=None, config=CONFIG, ranks="solo"
+        ) as checkpointer:
+            core, handles = checkpointer._core, list[Any]()
+
+            def save(
+                checkpointer: ckptio.Checkpointer = checkpointer, h: list[Any] = handles
+            ) -> None:
+                h.append(checkpointer.save(STATE, 2))
+
+            await checkpointer.save(STATE, 1)
+            discarding = core.upkeep.discard(core.keeper, 1)
+
+            def begin(discarding: Any = discarding) -> None:
+                discarding.send(None)  # until it waits for the storage
+
+            went_on = interrupt_at(point, begin, where, save)
+            discarding.close()
+            for handle in handles:
+                await handle
+            assert core.upkeep._last() == (2 if handles else None)
+    assert point > 3
+
+
 def test_an_alarm_in_a_load_is_no_damage(tmp_path: Path) -> None:
     """Who falls back to an older step when a manifest is damaged does not for an alarm."""
     sync.save({"a": {"b": [STATE, (1, 2)]}}, tmp_path / "a")

@@ -124,8 +124,7 @@ class Upkeep:
 
         def take() -> None:
             self._steps.add(step)
-            is_taken = False
-            while not is_taken:
+            while True:
                 called, saves = self._called, self.saves
                 goes = [call for call in called if call[1].committed.error() is not None]
                 goes += [call for call in called if _is_committed(call[1])][:-_NUM_REMEMBERED]
@@ -135,7 +134,7 @@ class Upkeep:
                 under_way = [(s, m) for s, m in saves if m in waiting] + [(step, moments)]
                 if self._called is called and self.saves is saves:  # no call before what follows
                     self._called, self.saves = left, under_way
-                    is_taken = True
+                    return
 
         self._guard.run(take)
 
@@ -379,8 +378,12 @@ class Upkeep:
         """
 
         def forget() -> None:
-            called = [(s, m) for s, m in self._called if s != step or not m.committed.done()]
-            self._called = called
+            while True:  # as in `add`: the loop may be of the main thread
+                called = self._called
+                left = [(s, m) for s, m in called if s != step or not m.committed.done()]
+                if self._called is called:  # no call before what follows
+                    self._called = left
+                    return
 
         async with self._turns[keeper]:
             await self._guard.run_aside(forget)
