@@ -48,7 +48,7 @@ class Guard:
         A signal's handler that has stopped the thread with the lock may wait for just this loop,
         for a save or for the end of the engine.
         """
-        while not self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # as above
+        while True:
             try:  # the loop may be of the main thread, to which interrupts come
                 if self._lock.acquire(blocking=False):
                     return function()
@@ -58,4 +58,3 @@ class Guard:
                 except RuntimeError:  # another thread has it
                     pass
             await asyncio.sleep(_POLL_S)
-        return function()
