@@ -10,7 +10,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.decode import class_names_in
-from ckptio.format.encode import TAG, class_name
+from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
 from ckptio.state.leaves import SCALAR_TYPES
@@ -131,10 +131,12 @@ class Noted:
         return name is not None
 
     def _mismatch(self, fqn: str, target: Any, node: Json, found: str) -> Assemble:
-        """Note what differs, if it, or anything below it, here or there, is to be loaded."""
+        """Note what differs, if it, or anything below it, here or there, is to be loaded.
+
+        The name of a container says nothing: who leaves out what is below it may accept that.
+        """
         if self._keep is None or any(
-            [self._keep(name) for name in (fqn, *names_of(fqn, target))]
-            + names_kept(fqn, node, self._keep)
+            [self._keep(name) for name in names_of(fqn, target)] + names_kept(fqn, node, self._keep)
         ):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
             if isinstance(target, torch.Tensor):
@@ -146,7 +148,16 @@ class Noted:
             self.match.kept.append(fqn)
             return
         names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
-        self.match.missing += names
+        self.match.missing += names or self._members_kept(fqn, target)
+
+    def _members_kept(self, fqn: str, target: Any) -> list[str]:
+        """Name what is to be loaded of a module, where less than all of it is.
+
+        It is not asked for its state: of some, all ranks have to do that.
+        """
+        if self._keep is None or not isinstance(target, torch.nn.Module):
+            return []
+        return [name for name in _members_of(fqn, target) if self._keep(name)]
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
         self.match.unexpected += names_kept(fqn, node, self._keep)
@@ -164,6 +175,18 @@ class Noted:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or bool(names_kept(fqn, node, self._keep))
+
+
+def _members_of(fqn: str, module: torch.nn.Module) -> dict[str, None]:
+    """Name the parameters of a module, and its buffers that are stored."""
+    names: dict[str, None] = {}
+    for place, part in module.named_modules(remove_duplicate=False):
+        held = join_fqn(fqn, place) if place else fqn
+        left = part._non_persistent_buffers_set  # noqa: SLF001  # nothing else tells
+        found = [name for name, _ in part.named_parameters(recurse=False, remove_duplicate=False)]
+        found += [name for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)]
+        names.update(dict.fromkeys(join_fqn(held, name) for name in found if name not in left))
+    return names
 
 
 def _arrays_in(node: Json) -> set[int]:

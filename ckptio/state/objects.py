@@ -57,7 +57,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
         """Take whatever the checkpoint has."""
 
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
-        if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
+        if self._takes_nothing(fqn, target, node):
             return lambda _: target
         stored = node
         is_optimizer = isinstance(target, torch.optim.Optimizer) and type(node) is dict
@@ -108,6 +108,13 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             return target
 
         return hand_over
+
+    def _takes_nothing(self, fqn: str, target: Any, node: Json) -> bool:
+        """Whether an object stays as it is; notes what that leaves out."""
+        if self._selects(fqn, node):
+            return self._is_taken(fqn, target, node)
+        self.match.missing += self._members_kept(fqn, target)
+        return True
 
     def _handed_over(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Give a stateful object what is stored, and nothing of its own."""

@@ -445,6 +445,28 @@ def test_what_is_of_another_kind_is_told_where_a_part_of_it_is_selected(
     assert match_of(saved, target, "b").agrees
 
 
+@pytest.mark.parametrize("saved", [{}, {"a": zeros(1)}, {"a": {"x": 1}}])
+def test_a_module_is_missing_where_a_part_of_it_is_selected(saved: dict[str, Any]) -> None:
+    """As a dict of its tensors would be: else it would keep what it was made with."""
+    saved, module = {**saved, "b.weight": zeros(1)}, torch.nn.Linear(2, 2, bias=False)
+    module.register_buffer("scratch", zeros(1), persistent=False)
+    target = {"a": torch.nn.Sequential(module), "b.weight": zeros(1)}
+    assert match_of(saved, target, "*.weight").missing == ["a.0.weight"]
+    assert match_of(saved, target, ["b.weight", "a.0.scratch"]).missing == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [([zeros(1), 1], {"x": zeros(1)}), ({"x": zeros(1)}, [zeros(1)]), ((zeros(1),), [zeros(1)])],
+)
+def test_what_is_of_another_kind_stays_where_all_below_it_is_left_out(
+    saved: Any, target: Any
+) -> None:
+    """Though a function that leaves it out accepts the name of what it is in."""
+    select = lambda name: not name.startswith("a.")  # noqa: E731  # as callers write it
+    assert match_of({"a": saved, "b": zeros(1)}, {"a": target, "b": zeros(1)}, select).agrees
+
+
 def test_a_placeholder_takes_what_is_selected_of_a_container() -> None:
     """And no tensor beside it is made."""
     saved = {"a": {"x": zeros(1), "y": zeros(2)}}
