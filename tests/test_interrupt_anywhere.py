@@ -26,7 +26,9 @@ import ckptio
 from ckptio import CheckpointConfig, Engine, sync
 from ckptio._gc import _pauses, without_collection
 from ckptio.adapters.dcp.calls import wait_for
-from ckptio.errors import CheckpointNotFoundError, EngineClosedError
+from ckptio.checkpointer.losses import Losses
+from ckptio.errors import CheckpointNotFoundError, EngineClosedError, StorageError
+from ckptio.moments import SaveMoments
 from ckptio.runtime.guard import Guard
 from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
@@ -293,6 +295,24 @@ async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -
                 await handle
             assert core.upkeep._last() == (2 if handles else None)
     assert point > 3
+
+
+def test_a_handler_may_hear_of_lost_saves_wherever_another_save_looks() -> None:
+    """Whoever comes second says the same, or nothing."""
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        losses, lost = Losses(), [SaveMoments("a", "0" * 32) for _ in range(3)]
+        for moments in lost:
+            moments.fail(StorageError("lost", path="a"))
+        losses.note(enumerate(lost))
+
+        def look(losses: Losses = losses) -> None:
+            with contextlib.suppress(StorageError):
+                losses.check()
+
+        went_on = interrupt_at(point, look, ("/ckptio/checkpointer/losses.py",), look)
+    assert point > 5
 
 
 def test_an_alarm_in_a_load_is_no_damage(tmp_path: Path) -> None:

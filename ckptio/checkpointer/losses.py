@@ -50,17 +50,18 @@ class Losses:
         Raises:
             BaseException: How one of them failed, with a note; all are seen then.
         """
-        again = [each for each in self._failed if _comes_again(each[1].committed.error())]
-        if not again and len(self._failed) < _MAX_IN_A_ROW:
+        failed = list(self._failed)  # a signal's handler that saves may see them all meanwhile
+        again = [each for each in failed if _comes_again(each[1].committed.error())]
+        if not again and len(failed) < _MAX_IN_A_ROW:
             return
-        step, save = again[-1] if again else self._failed[-1]
+        step, save = again[-1] if again else failed[-1]
         error = save.committed.error()
         assert error is not None  # noqa: S101  # it has failed
-        others = ", ".join(str(other) for other, _ in self._failed if other != step)
+        others = ", ".join(str(other) for other, _ in failed if other != step)
         more = f", nor were those of {others}" if others else ""
         error.add_note(f"the save of step {step} was not committed{more}; nobody waited for that")
-        for _, failed in self._failed:
-            failed.seen()
+        for _, each in failed:
+            each.seen()
         self._failed.clear()
         raise error
 
