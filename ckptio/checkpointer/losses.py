@@ -8,10 +8,17 @@ of each at once was rejected: a store that fails for a minute is no reason to en
 
 from __future__ import annotations
 
+import errno
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import PlanError, RankError, SaveAbortedError, StalePlanError
+from ckptio.errors import (
+    PlanError,
+    RankError,
+    SaveAbortedError,
+    StalePlanError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,6 +78,15 @@ def _comes_again(error: BaseException | None) -> bool:
     if isinstance(error, RankError):
         return error.was_caused_by(PlanError)
     return isinstance(error, PlanError) and not isinstance(error, StalePlanError)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a save failed as there was no room, on this rank or on another."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, RankError):
+        begins = tuple(f"{StorageError.__name__}: [Errno {code}]" for code in full)
+        return any(cause.startswith(begins) for cause in error.causes.values())
+    return isinstance(error, OSError) and error.errno in full
 
 
 def missed_deadline(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 from collections import defaultdict
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
 from ckptio._failures import without_frames
-from ckptio.checkpointer.losses import Losses
+from ckptio.checkpointer.losses import Losses, is_disk_full
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import CheckpointError, FormatError, StorageError
@@ -245,10 +244,7 @@ class Upkeep:
 
         What is dead is told as ever; but it is looked for at once.
         """
-        failures = (error, error and error.__cause__)  # with ranks, what failed on this one
-        full = (errno.ENOSPC, errno.EDQUOT)
-        is_full = any(isinstance(each, OSError) and each.errno in full for each in failures)
-        if is_full and self._sweep_after_s is not None:
+        if is_disk_full(error) and self._sweep_after_s is not None:
             async with self._turns[self._keeper]:
                 try:
                     await self._keeper.sweep(0, self.exempt, await self._keeper.find())
