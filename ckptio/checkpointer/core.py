@@ -377,7 +377,7 @@ class CheckpointerCore:
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         try:
-            with self.upkeep.held(step), advice(steps):
+            with self.upkeep.held(step, is_load=True), advice(steps):
                 then = None if self._second is None else self._second.path(step)
                 load = functools.partial(flows.load_flow, self.engine, self.path(step), asked, then)
                 try:

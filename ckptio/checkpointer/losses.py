@@ -81,7 +81,7 @@ def _comes_again(error: BaseException | None) -> bool:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether a save failed as there was no room, on this rank or on another."""
+    """Whether a save or a copy failed as there was no room, on this rank or on another."""
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, RankError):
         begins = tuple(f"{StorageError.__name__}: [Errno {code}]" for code in full)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ckptio.plan.retention import KeepAny, KeepBest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from ckptio.plan.retention import Retention, StepRecord
+
+_log = logging.getLogger("ckptio")
 
 
 def metrics_in(records: Iterable[StepRecord]) -> list[str]:
@@ -26,3 +29,17 @@ def unmeasured(policy: Retention, records: Iterable[StepRecord]) -> list[str]:
     measured = metrics_in(records)
     wanted = [part.metric for part in parts if isinstance(part, KeepBest)]
     return [metric for metric in wanted if metric not in measured]
+
+
+def warn_of_unmeasured(policy: Retention, records: Collection[StepRecord], path: str) -> bool:
+    """Say that all steps of a run are kept, as none has the metric that decides; or say nothing."""
+    measured = metrics_in(records)
+    missing = unmeasured(policy, records) if measured else []
+    if missing:
+        _log.warning(
+            "no step of %r has the metric %r of KeepBest, so that all are kept; they have %s",
+            path,
+            missing[0],
+            ", ".join(map(repr, measured)),
+        )
+    return bool(missing)

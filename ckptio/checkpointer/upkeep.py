@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_all
 from ckptio._failures import without_frames
 from ckptio.checkpointer.losses import Losses, is_disk_full
-from ckptio.checkpointer.metrics import metrics_in, unmeasured
+from ckptio.checkpointer.metrics import warn_of_unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import CheckpointError, FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
@@ -90,10 +90,11 @@ class Upkeep:
         self._guard = Guard()
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
+        self._waiting: set[tuple[object, ...]] = set()  # what is to be tidied when it is free
         #: Saves by step, in the order of their calls: of two under way, either may end first.
         self._called: list[tuple[int, SaveMoments]] = []
         self._steps: set[int] = set()  # all that were saved here
+        self._loaded: int | None = None  # what was loaded last
         self._is_warned = False
         self._is_told_of_metrics = False
 
@@ -185,18 +186,21 @@ class Upkeep:
 
     async def _pass(self, moments: SaveMoments | None) -> None:
         if moments is not None and not await moments.committed.ended():
-            await self._make_room(moments.committed.error())
+            await self._make_room(self._keeper, moments.committed.error())
             return
         is_after_save = moments is not None
         await self._tidy(self._keeper, is_after_save=is_after_save)
         second = self._second
-        if second is None or (moments is not None and not await moments.durable.ended()):
+        if second is None:
+            return
+        if moments is not None and not await moments.durable.ended():
+            await self._make_room(second.keeper, moments.durable.error())
             return
         await self._tidy(second.keeper, is_after_save=is_after_save)
         if is_after_save:  # what was still to be copied when the first tier was looked at
             await self._tidy(self._keeper, is_after_save=True)
 
-    async def _tidy(self, keeper: Keeper, *, is_after_save: bool) -> None:
+    async def _tidy(self, keeper: Keeper, *, is_after_save: bool, is_full: bool = False) -> None:
         """Look after one tier.
 
         All its steps are looked at only where that is needed: in an object store, it takes a
@@ -204,7 +208,7 @@ class Upkeep:
         turn looks at all that there is by then: it stands for those that come meanwhile, where
         saves are quicker than removals.
         """
-        turn = keeper, is_after_save
+        turn = keeper, is_after_save, is_full
         if turn in self._waiting:
             return
         self._waiting.add(turn)
@@ -213,7 +217,7 @@ class Upkeep:
         finally:
             self._waiting.discard(turn)
         try:
-            await self._tidy_now(keeper, is_after_save=is_after_save)
+            await self._tidy_now(keeper, is_after_save=is_after_save, is_full=is_full)
         except Exception as error:  # the observer is told; the run goes on
             self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
         finally:
@@ -229,27 +233,28 @@ class Upkeep:
             except Exception as error:  # as above
                 self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=error))
 
-    async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool) -> None:
+    async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool, is_full: bool) -> None:
         policy = self._keep if is_after_save else None
-        sweeps = self._is_sweep_due(keeper)
-        found = await keeper.find(aside=True) if sweeps or policy is not None else None
+        quiet_s = self._sweep_after_s if is_full or self._is_sweep_due(keeper) else None
+        found = None if policy is None and quiet_s is None else await keeper.find(aside=True)
         await self._look_ahead(keeper, found)
-        if policy is not None and found is not None:
+        if found is not None and quiet_s is not None and (is_full or not self._is_in_a_hurry()):
+            began_s = self._clock()
+            await self._sweep(keeper, found, 0 if is_full else quiet_s)  # 0 finds less: no guesses
+            if not is_full:
+                self._swept_s[keeper] = began_s
+        if found is not None and policy is not None:
             await self._remove(keeper, policy, found)
-        if sweeps and found is not None and not self._is_in_a_hurry():
-            await self._sweep(keeper, found)
 
-    async def _make_room(self, error: BaseException | None) -> None:
-        """Remove what dead saves left, if a save failed as the disk is full: for the next one.
+    async def _make_room(self, keeper: Keeper, error: BaseException | None) -> None:
+        """Remove what may go, if a save or a copy failed as the disk is full: for the next one.
 
-        What is dead is told as ever; but it is looked for at once.
+        Steps that are not kept were to go when a save is committed, and none is as long as they
+        take its room: an earlier run was killed before, or kept more. But as in `_take_up`, none
+        goes until it is known which one this run needs.
         """
-        if is_disk_full(error) and self._sweep_after_s is not None:
-            async with self._turns[self._keeper]:
-                try:
-                    await self._keeper.sweep(0, self.exempt, await self._keeper.find())
-                except Exception as failure:  # as above
-                    self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=failure))
+        if is_disk_full(error):
+            await self._tidy(keeper, is_after_save=self._needed() is not None, is_full=True)
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
         """Whether a tier is to be swept now: the first time, and then after a while."""
@@ -259,14 +264,12 @@ class Upkeep:
         pause_s = keeper.sweep_pause_s(self._sweep_after_s)
         return last_s is None or self._clock() - last_s >= pause_s
 
-    async def _sweep(self, keeper: Keeper, found: Sequence[Found]) -> None:
+    async def _sweep(self, keeper: Keeper, found: Sequence[Found], quiet_s: float) -> None:
         """Remove what dead saves left."""
-        assert self._sweep_after_s is not None  # noqa: S101  # it is due
-        began_s, exempt = self._clock(), self.exempt
+        exempt = self.exempt
         if self._second is not None and keeper is self._second.keeper:
             exempt = await self._second.sparing(exempt, found, self._keeper.root)
-        await keeper.sweep(self._sweep_after_s, exempt, found)
-        self._swept_s[keeper] = began_s
+        await keeper.sweep(quiet_s, exempt, found)
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
         """Say, once, that a load will take another step than the one that was saved last."""
@@ -283,7 +286,8 @@ class Upkeep:
         """Remove what is not kept."""
         called = [moments.save_id for _, moments in self._called]
         removals = await keeper.plan(policy, self.exempt(), found, called=called, aside=True)
-        self._look_for_metrics(keeper, policy)
+        if not self._is_told_of_metrics:  # everything is kept then
+            self._is_told_of_metrics = warn_of_unmeasured(policy, keeper.known, keeper.root.path)
         going = list(removals.items())
         at_once = keeper.max_removals
         for start in range(0, len(going), at_once):
@@ -320,31 +324,23 @@ class Upkeep:
         storage = self._context.resolver.storage(self._keeper.root.join(step_name(step)))
         return await storage.has_note(save_id)
 
-    def _look_for_metrics(self, keeper: Keeper, policy: Retention) -> None:
-        """Say, once, that everything is kept since nothing has the metric that decides."""
-        measured = metrics_in(keeper.known)
-        missing = unmeasured(policy, keeper.known) if measured else []
-        if missing and not self._is_told_of_metrics:
-            self._is_told_of_metrics = True
-            _log.warning(
-                "no step of %r has the metric %r of KeepBest, so that all are kept; they have %s",
-                keeper.root.path,
-                missing[0],
-                ", ".join(map(repr, measured)),
-            )
-
     def _is_in_a_hurry(self) -> bool:
         """Whether what time is left belongs to the last save, which is not committed yet."""
         return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
 
     def exempt(self) -> set[int]:
-        """Name the steps that stay: being written, copied or read here, or saved last.
+        """Name the steps that stay: being written, copied or read here, or needed.
 
         One that ends is the last one at once: between the two, a removal could look for it.
         """
         stays = self.under_way()
+        needed = self._needed()
+        return stays if needed is None else stays | {needed}
+
+    def _needed(self) -> int | None:
+        """Give what this run would go on from: what it saved last, or else what it loaded last."""
         last = self._last()
-        return stays if last is None else stays | {last}
+        return self._loaded if last is None else last
 
     def _last(self) -> int | None:
         """Give the committed step whose save was called last; `None` if none was saved here."""
@@ -357,12 +353,19 @@ class Upkeep:
         return writing.union(list(self.busy.values()))
 
     @contextmanager
-    def held(self, step: int) -> Iterator[None]:
-        """Have a step stay inside the block. On any thread, without a lock."""
+    def held(self, step: int, *, is_load: bool = False) -> Iterator[None]:
+        """Have a step stay inside the block. On any thread, without a lock.
+
+        Args:
+            step: The step.
+            is_load: Whether the run goes on from it behind that, so that it stays then, too.
+        """
         time = object()
         try:
             self.busy[time] = step
             yield
+            if is_load:
+                self._loaded = step
         finally:
             self.busy.pop(time, None)
 

@@ -519,6 +519,95 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(
     assert not dead.exists()
 
 
+@pytest.mark.parametrize(("loaded", "left"), [(4, [3, 4]), (1, [1, 3, 4]), (None, [1, 2, 3, 4])])
+def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
+    tmp_path: Path, loaded: int | None, left: list[int]
+) -> None:
+    """An earlier run kept them, and no save has room as they are there; what was loaded stays."""
+
+    def fail(operation: Operation) -> None:
+        is_full = loaded is None or (tmp_path / step_name(2)).exists()
+        if operation.kind == "pwrite" and step_name(5) in operation.path and is_full:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def scenario() -> None:
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in range(1, 5):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            async with checkpointer_on(engine, tmp_path, keep=KeepLast(2)) as ckpt:
+                if loaded is not None:
+                    await ckpt.load(step=loaded)
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 5), 5)
+                await asyncio.sleep(10)
+                assert committed_steps(tmp_path) == left
+                if loaded is not None:
+                    await ckpt.save(filled_state(SIZES, 5), 5)
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == ([1, 2, 3, 4] if loaded is None else [4, 5])
+
+
+def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path) -> None:
+    """Else no copy has room for good, and the first tier keeps every step, as its copy is owed."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    dead = far / step_name(9)
+
+    def fail(operation: Operation) -> None:
+        is_full = (far / step_name(1)).exists() or dead.exists()
+        is_copy = operation.path.startswith(f"{far / step_name(4)}/")
+        if operation.kind == "pwrite" and is_copy and is_full:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def scenario() -> None:
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            async with checkpointer_on(engine, near, then=far) as ckpt:
+                for step in range(1, 4):
+                    await ckpt.save(filled_state(SIZES, step), step).durable
+            with stopped_save(dead, "truncate") as process:
+                process.kill()
+                process.wait()
+            options = {"keep": KeepLast(2), "sweep_after_s": 3600}
+            async with checkpointer_on(engine, near, then=far, **options) as ckpt:
+                await asyncio.sleep(1)  # what earlier runs owed was looked for
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 4), 4).durable
+                await asyncio.sleep(10)
+                assert committed_steps(far) == [2, 3]
+                assert not dead.exists()
+                await ckpt.save(filled_state(SIZES, 5), 5).durable
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(far)[-1] == 5
+
+
+def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path) -> None:
+    """A run with `keep_local=` takes over from one without: nothing else may go there."""
+    near, far = tmp_path / "near", tmp_path / "far"
+
+    def fail(operation: Operation) -> None:
+        is_full = (near / step_name(1)).exists()
+        if operation.kind == "pwrite" and step_name(4) in operation.path and is_full:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def scenario() -> None:
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            async with checkpointer_on(engine, near, then=far) as ckpt:
+                for step in range(1, 4):
+                    await ckpt.save(filled_state(SIZES, step), step).durable
+            async with checkpointer_on(engine, near, then=far, keep_local=1) as ckpt:
+                await ckpt.load()
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 4), 4)
+                await asyncio.sleep(10)
+                assert committed_steps(near) == [3]
+                await ckpt.save(filled_state(SIZES, 4), 4).durable
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(far) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("is_load", [True, False])
 def test_the_newest_step_of_a_directory_is_found_by_few_looks(
     *, is_load: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
