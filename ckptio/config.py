@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -76,8 +77,10 @@ class CheckpointConfig:
         direct_io: `"auto"`: bypass the page cache where the file system can. `"off"`: write
             through it, with early write-back, and leave it there: a load that follows on this
             machine reads memory, which the system takes back where it needs it.
-        file_mode: Permission bits of new files. Owners must be able to read and write.
-        dir_mode: Permission bits of new directories. Owners must have all three.
+        file_mode: Permission bits of new files, whatever the umask. Owners must be able to
+            read and write.
+        dir_mode: Permission bits of new directories, whatever the umask; a directory whose
+            parent has the set-group-ID bit has it, too. Owners must have all three.
         cache_entries: Maximum number of manifests in the metadata cache.
         cache_nbytes: Maximum bytes of manifests in the metadata cache.
         cache_ttl_s: Seconds for which a cached manifest is used without asking whether it is
@@ -170,9 +173,10 @@ class CheckpointConfig:
         for name, needed in (("file_mode", 0o600), ("dir_mode", 0o700)):
             mode = getattr(self, name)
             if mode & ~0o777 or mode & needed != needed:
+                meant = f"; did you mean 0o{mode}?" if re.fullmatch("[0-7]{3}", f"{mode}") else ""
                 raise ConfigError(
                     f"{name} must be permission bits, at most 0o777, with the owner's own"
-                    f" ({needed:#o}), not {mode:#o}"
+                    f" ({needed:#o}), not {mode:#o}{meant}"
                 )
 
     def _check_sizes(self) -> None:

@@ -82,7 +82,8 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"file_mode": 0o200}, r"file_mode must be .*own \(0o600\), not 0o200"),
         ({"dir_mode": 0o600}, r"dir_mode must be .*own \(0o700\), not 0o600"),
         ({"dir_mode": 0o555}, r"dir_mode must be .*own \(0o700\), not 0o555"),
-        ({"file_mode": 600}, "not 0o1130"),
+        ({"file_mode": 600}, r"not 0o1130; did you mean 0o600\?"),
+        ({"file_mode": 0o1644}, "not 0o1644$"),
     ],
 )
 def test_an_option_that_does_not_fit_the_others_is_refused(
