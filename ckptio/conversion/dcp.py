@@ -19,13 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import re
 import secrets
 import shutil
-import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,52 +237,19 @@ def _require_names(state: dict[str, Any], path: str) -> None:
 
 def _save(state: dict[str, Any], writer: _Writer, planner: DefaultSavePlanner) -> None:
     """Let the stock writer write."""
-    with _quiet:
-        try:
-            # what `save` calls: that one takes `no_dist` in later versions of torch alone, and
-            # would else meet the other ranks of a job
-            _save_state_dict(
-                state_dict=state,
-                storage_writer=writer,
-                process_group=None,
-                no_dist=True,
-                planner=planner,
-            )
-        except CheckpointException as error:  # no `Exception`, of one rank's failure
-            (cause, _), *_ = error.failures.values()
-            raise cause from None
-
-
-class _Quiet:
-    """Keeps warnings and DCP's log still while conversions write. From any thread.
-
-    Both are of the process. So the first conversion changes them, and the last one that ends puts
-    them back: of two that overlap, each would else put back what the other one had set.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_users == 0:
-                log = logging.getLogger("torch.distributed.checkpoint")
-                self._undo.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")  # that there is no process group: that is meant
-                self._undo.callback(log.setLevel, log.level)
-                log.setLevel(logging.ERROR)
-            self._num_users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                self._undo.close()
-
-
-_quiet = _Quiet()
+    try:
+        # what `save` calls: that one takes `no_dist` in later versions of torch alone, and would
+        # else meet the other ranks of a job; where there are none, it warns of that
+        _save_state_dict(
+            state_dict=state,
+            storage_writer=writer,
+            process_group=None,
+            no_dist=True,
+            planner=planner,
+        )
+    except CheckpointException as error:  # no `Exception`, of one rank's failure
+        (cause, _), *_ = error.failures.values()
+        raise cause from None
 
 
 def _settle(metadata: str, config: CheckpointConfig) -> None:

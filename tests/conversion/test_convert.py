@@ -5,6 +5,7 @@ import dataclasses
 import datetime as dt
 import enum
 import json
+import logging
 import os
 import re
 from collections import Counter, OrderedDict
@@ -220,6 +221,18 @@ def test_two_parts_that_dcp_would_give_one_name_are_refused(
     with pytest.raises(FormatError, match="one name for DCP"):
         sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
     assert not (tmp_path / "dcp").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_conversion_to_dcp_says_nothing_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stock writer warns that there are no other ranks; and so it is meant."""
+    save_as("ours", tmp_path / "ours", make_training_state())
+    caplog.set_level(logging.INFO)
+    for _ in range(2):  # nor when it writes over what is there
+        sync.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", overwrite=True, config=SMALL)
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
 
 
 def test_what_progress_raises_ends_a_conversion_to_dcp(tmp_path: Path) -> None:
