@@ -16,12 +16,12 @@ from ckptio.cli.text import (
     format_metrics,
     format_nbytes,
     format_time,
-    natural,
     parse_time,
     table,
     visible,
 )
 from ckptio.errors import ConfigError
+from ckptio.storage.file_names import numbered
 from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(
     num_uncommitted = sum(row.state == "no_commit" for row in rows)
     if not show_all:
         rows = [row for row in rows if row.state != "no_commit"]
-    rows.sort(key=lambda row: natural(row.path))
+    rows.sort(key=lambda row: numbered(row.path))
     if not by_name:
         rows.sort(key=_when, reverse=True)
     if as_json:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_all, run_blocking, run_some
+from ckptio._aio import run_blocking, run_some
 from ckptio.checkpointer.steps import metrics_of
 from ckptio.cli.find import find_checkpoints, is_foreign
 from ckptio.cli.find_objects import find_objects, is_foreign_prefix, open_place
@@ -23,7 +23,7 @@ from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from ckptio.cli.find import Found
     from ckptio.cli.find_objects import FoundObjects, Place
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Storage
+
+T = TypeVar("T")
 
 #: Directories that are read at a time; each has its manifest in memory.
 _MAX_AT_ONCE = 4
@@ -91,39 +93,52 @@ def read_rows(
     with solo_engine(dataclasses.replace(config, cache_entries=1)) as core:
         if url:
             with terminal.progress("reading", in_bytes=False) as advance:
-                below = _Below(core, url, depth=depth, hidden=hidden, advance=advance)
-                return core.call_blocking(below.rows, "list")
+
+                async def rows_below(context: EngineContext) -> list[Row]:
+                    place = await open_place(context.stores, url, context.config, context.emit)
+                    prefixes = await find_objects(place, depth=depth, hidden=hidden)
+                    describe = functools.partial(_row_below, core, context, place)
+                    return await _described(describe, prefixes, config.max_requests, advance)
+
+                return core.call_blocking(rows_below, "list")
         with contextlib.ExitStack() as stack:
             long = len(found) > _LONG
             advance = (
                 stack.enter_context(terminal.progress("reading", in_bytes=False)) if long else None
             )
-            return core.call_blocking(lambda context: _rows(core, context, found, advance), "list")
+
+            async def rows(context: EngineContext) -> list[Row]:
+                # in one call: of thousands, each would take a way to the loop
+                describe = functools.partial(_row, core, context)
+                return await _described(describe, [*found.items()], _MAX_AT_ONCE, advance)
+
+            return core.call_blocking(rows, "list")
 
 
-async def _rows(
-    core: EngineCore,
-    context: EngineContext,
-    found: dict[str, Found],
+async def _described(
+    describe: Callable[[T], Awaitable[Row | None]],
+    found: Sequence[T],
+    max_at_once: int,
     advance: Advance | None,
 ) -> list[Row]:
-    """Describe directories, a few at a time: of thousands, each would take a way to the loop."""
+    """Describe what was found, a few at a time; not what is another program's."""
     num_done = 0
 
-    async def one(path: str) -> Row | None:
+    async def one(item: T) -> Row | None:
         nonlocal num_done
-        row = await _row(core, context, path, found[path])
+        row = await describe(item)
         num_done += 1
         if advance is not None:
             advance(num_done, len(found))
         return row
 
-    rows = await run_some(one, [*found], _MAX_AT_ONCE, "read a manifest")
+    rows = await run_some(one, found, max_at_once, "read a manifest")
     return [row for row in rows if row is not None]
 
 
-async def _row(core: EngineCore, context: EngineContext, path: str, found: Found) -> Row | None:
+async def _row(core: EngineCore, context: EngineContext, item: tuple[str, Found]) -> Row | None:
     """Describe one directory; `None` if it is another program's."""
+    path, found = item
     if found.error:
         return Row(path=path, state="unreadable", error=found.error)
     if found.has_manifest:
@@ -185,51 +200,22 @@ async def _committed(
     )
 
 
-class _Below:
-    """What is below a URL."""
-
-    def __init__(
-        self, core: EngineCore, url: str, *, depth: int, hidden: bool, advance: Advance | None
-    ) -> None:
-        self._core = core
-        self._url = url
-        self._depth = depth
-        self._hidden = hidden
-        self._advance = advance
-        self._at_once = asyncio.Semaphore(core.config.max_requests)
-
-    async def rows(self, context: EngineContext) -> list[Row]:
-        """Describe it."""
-        place = await open_place(context.stores, self._url, context.config, context.emit)
-        found = await find_objects(place, depth=self._depth, hidden=self._hidden)
-        num_done = 0
-
-        async def one(item: FoundObjects) -> Row | None:
-            nonlocal num_done
-            async with self._at_once:
-                row = await self._row(context, place, item)
-            num_done += 1
-            if self._advance is not None:
-                self._advance(num_done, len(found))
-            return row
-
-        rows = await run_all([one(item) for item in found], "read a manifest")
-        return [row for row in rows if row is not None]
-
-    async def _row(self, context: EngineContext, place: Place, item: FoundObjects) -> Row | None:
-        """Describe one prefix; `None` if it is another program's."""
-        if item.has_manifest:
-            url = self._url if item.path == "." else f"{self._url}/{item.path}"
-            names = {name_of(info.key) for info in item.ours}
-            try:
-                return await _committed(item.path, self._core.storage(url), context, names)
-            except CheckpointError as error:
-                state = state_of(error)
-                if state == "damaged" and await is_foreign_prefix(place, item):
-                    return None
-                if state != "missing":  # removed meanwhile
-                    return Row(path=item.path, state=state, error=explain(error))
-        if not item.ours:
-            return None
-        nbytes = sum(info.nbytes for info in item.ours)
-        return Row(path=item.path, state="no_commit", nbytes=nbytes, num_files=len(item.ours))
+async def _row_below(
+    core: EngineCore, context: EngineContext, place: Place, item: FoundObjects
+) -> Row | None:
+    """Describe one prefix; `None` if it is another program's."""
+    if item.has_manifest:
+        url = place.url if item.path == "." else f"{place.url}/{item.path}"
+        names = {name_of(info.key) for info in item.ours}
+        try:
+            return await _committed(item.path, core.storage(url), context, names)
+        except CheckpointError as error:
+            state = state_of(error)
+            if state == "damaged" and await is_foreign_prefix(place, item):
+                return None
+            if state != "missing":  # removed meanwhile
+                return Row(path=item.path, state=state, error=explain(error))
+    if not item.ours:
+        return None
+    nbytes = sum(info.nbytes for info in item.ours)
+    return Row(path=item.path, state="no_commit", nbytes=nbytes, num_files=len(item.ours))

@@ -8,7 +8,6 @@ nothing here is markup to anybody.
 from __future__ import annotations
 
 import datetime as dt
-import re
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
 _GAP = "  "
-_DIGITS = re.compile(r"(\d+)")
 _BYTE, _WORD = 1 << 8, 1 << 16
 
 
@@ -78,16 +76,6 @@ def format_metrics(metrics: Mapping[str, float | str]) -> str:
         f"{name}={value if isinstance(value, str) else format(value, '.6g')}"
         for name, value in sorted(metrics.items())
     )
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """Give a key that sorts `step-9` before `step-10`."""
-    parts = _DIGITS.split(text)
-    # compared as numbers by length first: int() refuses what is longer than 4,300 digits
-    return [
-        (0, 0, part) if i % 2 == 0 else (1, len(part.lstrip("0")), part.lstrip("0"))
-        for i, part in enumerate(parts)
-    ]
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:

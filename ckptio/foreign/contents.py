@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
-from ckptio.foreign.folder import OverlapError, place_of, range_name, require_apart, split_range
+from ckptio.foreign.folder import OverlapError, place_of, range_name, require_apart
 from ckptio.foreign.interface import with_files
 from ckptio.foreign.pickles import Record, short
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
@@ -113,7 +113,7 @@ class Contents:
         if name is None:
             raise FormatError(f"{item.fqn!r} has no place")
         if name in self.chunks or name in self.values:
-            file, start, _ = split_range(name) or (name, 0, 0)
+            file, start, _ = place_of(name)
             raise OverlapError(f"{item.fqn!r} has the place of something else", file, start)
         items[name] = item
 

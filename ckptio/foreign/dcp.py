@@ -82,7 +82,6 @@ class DcpReader:
         self._block_nbytes = block_nbytes
         self._order = order
         self._starts: dict[str, int | None] = {}
-        self._values: dict[str, Any] = {}
         self._apart: dict[str, tuple[FlatState, str]] = {}
         self._refused: dict[str, Refusal] | None = None
 
@@ -196,15 +195,9 @@ class DcpReader:
         from ckptio.foreign.values import take_apart  # noqa: PLC0415  # imports torch
 
         if name not in self._apart:
-            flat = take_apart(self._loaded(name))
+            flat = take_apart(self._load(name))
             self._apart[name] = flat, outline_of(flat)
         return self._apart[name]
-
-    def _loaded(self, name: str) -> Any:
-        """Load a value, once."""
-        if name not in self._values:
-            self._values[name] = self._load(name)
-        return self._values[name]
 
     def _load(self, name: str) -> Any:
         """Load an item whole.

@@ -373,8 +373,7 @@ def require_apart(names: Iterable[str]) -> None:
         OverlapError: Two do.
     """
     ends: dict[str, int] = {}
-    ranges = (split_range(name) for name in set(names))
-    for file, start, nbytes in sorted(found for found in ranges if found is not None):
+    for file, start, nbytes in sorted(map(place_of, set(names))):
         if start < ends.get(file, 0):
             raise OverlapError(
                 f"two items lie over each other in {file!r}, at byte {start}", file, start

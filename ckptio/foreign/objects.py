@@ -132,10 +132,8 @@ class ObjectFolder(Folder):
         )
 
     async def _look_at(self, name: str) -> Status | None:
-        key = self._key(name)
-        try:
-            info = await self._requests.run("look at", key, lambda: self._store.head(key))
-        except ObjectMissingError:
+        info = await self._requests.look(self._store, self._key(name))
+        if info is None:
             return None
         return Status(info.nbytes, info.modified_s, (info.etag, info.nbytes, info.modified_s))
 

@@ -110,13 +110,11 @@ class Record:
 
     kind = ""
     __slots__ = ("args", "state")
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any) -> Self:
-        """Make it also where `__init__` is not called."""
+        """Make it: a pickle may have no `__init__` called."""
         record = super().__new__(cls)
         record.args = args
         record.state = None

@@ -17,7 +17,7 @@ from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.recognise import UrlPlaces, find_reader, is_no
 from ckptio.foreign.rules import byte_order
-from ckptio.storage.fsspec_answers import AZURE, GOOGLE, WEB
+from ckptio.storage.fsspec_answers import BUCKETED, WEB
 from ckptio.storage.keys import split_query
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Where the first part of a key is a bucket.
-_BUCKETED = GOOGLE + AZURE
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
 
@@ -255,7 +253,7 @@ class AnyStorage:
         (key, query), (url, _) = split_query(prefix), split_query(inner.path)
         above, slash, name = key.rpartition("/")
         protocol = url.partition("://")[0]
-        is_bucket, is_web = not slash and protocol in _BUCKETED, protocol in WEB
+        is_bucket, is_web = not slash and protocol in BUCKETED, protocol in WEB
 
         def folder(root: str, start: str, query: str) -> ObjectFolder:
             return ObjectFolder(root, start, store, requests, self._bridge, query)

@@ -36,10 +36,14 @@ def data_file_name(save_id: str, rank: int, index: int) -> str:
     return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"
 
 
-def numbered(name: str) -> list[str | int]:
+def numbered(name: str) -> list[str | tuple[int, str]]:
     """Give what sorts names of steps by their numbers, however many digits these have."""
     parts = re.split("([0-9]+)", name)
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+    # numbers by length first: int() refuses what is longer than 4,300 digits
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if place % 2 else part
+        for place, part in enumerate(parts)
+    ]
 
 
 def tomb_name(save_id: str) -> str:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 #: Protocols.
 GOOGLE = ("gs", "gcs")
 AZURE = ("az", "abfs", "abfss", "adl")
+#: Where the first part of a key is a bucket, which nobody makes by writing to it.
+BUCKETED = GOOGLE + AZURE
 WEB = ("http", "https")
 #: Names of what tells contents apart, and of times, in small letters and without what joins
 #: words; the first one counts. Not of what changes by itself: when it was read, how often.

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio.storage.fsspec_answers import AZURE, GOOGLE
+from ckptio.storage.fsspec_answers import BUCKETED
 from ckptio.storage.store import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-
-#: Where the first part of a key is a bucket, which nobody makes by writing to it.
-_BUCKETED = GOOGLE + AZURE
 
 
 class BucketLook:
@@ -30,7 +27,7 @@ class BucketLook:
 
     def __init__(self, fs: Any, protocol: str) -> None:
         self._fs = fs
-        self._has_buckets = protocol in _BUCKETED
+        self._has_buckets = protocol in BUCKETED
         self._was_seen = False
 
     def call(self, key: str, function: Callable[[], T]) -> T:

@@ -29,7 +29,7 @@ from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX, numbered
-from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
+from ckptio.storage.files import NO_FILE, PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.notes import LocalNote, read_note, take_note, taken
 from ckptio.storage.resumed import ResumedAttempt
 
@@ -203,7 +203,7 @@ class LocalStorage:
         try:
             fd = self._files.open(self._join(name), direct=False)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            if error.errno in (errno.ENOENT, *NO_FILE):
                 return None
             raise storage_error(error, self._join(name), "cannot open a data file") from error
         try:
@@ -258,10 +258,8 @@ class LocalStorage:
 
     async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> LocalAttempt:
         """Begin a save; see `interface.Storage`."""
-        if resumes:
-            resumed = self._attempt(save_id, overwrite=overwrite, kind=ResumedAttempt)
-            return await self._ready(resumed, resumed.prepare)
-        attempt = self._attempt(save_id, overwrite=overwrite)
+        kind = ResumedAttempt if resumes else LocalAttempt
+        attempt = self._attempt(save_id, overwrite=overwrite, kind=kind)
         return await self._ready(attempt, attempt.prepare)
 
     async def join(self, save_id: str) -> LocalAttempt:

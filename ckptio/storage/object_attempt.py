@@ -339,10 +339,8 @@ class ObjectAttempt:
             return False
         mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)
         try:
-            await self._place.requests.run("look at", mark, lambda: self._store.head(mark))
-        except ObjectMissingError:
-            return False
-        except (StorageError, StoreError) as error:
+            return await self._place.requests.look(self._store, mark) is not None
+        except StorageError as error:
             self._place.cannot(mark, error)
         return True
 

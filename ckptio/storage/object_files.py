@@ -121,12 +121,9 @@ class ObjectSink(AwaitedSink):
             await self._complete(self._upload)
             self._upload = None
             await self.drop_lost()
-        try:
-            info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
-        except ObjectMissingError:
-            raise StorageError(
-                f"{self.key!r} was written and is not there", path=self._url
-            ) from None
+        info = await self._requests.look(self._store, self.key)
+        if info is None:
+            raise StorageError(f"{self.key!r} was written and is not there", path=self._url)
         if info.nbytes != self._nbytes:
             raise StorageError(
                 f"{self.key!r} has {info.nbytes} bytes and {self._nbytes} were written",
@@ -143,25 +140,17 @@ class ObjectSink(AwaitedSink):
                 failure = StorageError(
                     f"cannot complete {self.key!r}: {error.problem}", path=self._url
                 )
-                try:
-                    is_there = await self._is_there()
-                except (StorageError, StoreError):  # what came first says more than a HEAD
+                try:  # its name is this save's, so then it is this one
+                    found = await self._requests.look(self._store, self.key)
+                except StorageError:  # what came first says more than a HEAD
                     raise failure from error
-                if is_there:
+                if found is not None:
                     return
                 if tries == _MAX_COMPLETING or not isinstance(error, TransientError):
                     raise failure from error
                 await asyncio.sleep(settling_wait_s(tries))
             else:
                 return
-
-    async def _is_there(self) -> bool:
-        """Whether the object is there: its name is this save's, so then it is this one."""
-        try:
-            await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
-        except ObjectMissingError:
-            return False
-        return True
 
     async def discard(self) -> None:
         """Drop what was sent of the upload that has a name.
@@ -246,11 +235,11 @@ class ObjectSource(AwaitedSource):
             CorruptionError: It ends before `stop`.
         """
         try:
-            info = await self._requests.run(
-                "look at", self._key, lambda: self._store.head(self._key)
-            )
-        except (StorageError, StoreError):
+            info = await self._requests.look(self._store, self._key)
+        except StorageError:
             return  # the caller has the error that came first
+        if info is None:
+            return  # as above
         if self._etag and not may_be_same(info.etag, self._etag):
             raise CheckpointChangedError(self._url)
         if info.nbytes < stop:

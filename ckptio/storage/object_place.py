@@ -180,11 +180,8 @@ class ObjectPlace:
 
     async def _unreadable(self, key: str) -> Present | None:
         """Look at a manifest that is there and cannot be read."""
-        try:
-            info = await self.requests.run("look at", key, lambda: self.store.head(key))
-        except ObjectMissingError:
-            return None
-        return Present(info.etag, "", ())
+        info = await self.requests.look(self.store, key)
+        return None if info is None else Present(info.etag, "", ())
 
     async def listed(self) -> Listing:
         """List what lies here; an event, not an error, and nothing if it cannot be listed."""
@@ -273,17 +270,13 @@ class ObjectPlace:
         The mark alone goes where another process commits the same copy.
         """
         try:
-            await self.requests.run("look at", mark, lambda: self.store.head(mark))
-        except ObjectMissingError:
-            try:
-                listed = await self.list()
-            except StorageError as error:
-                self.cannot(mark, error)
+            if await self.requests.look(self.store, mark) is not None:
                 return False
-            return not all(map(listed.has, names))
-        except (StorageError, StoreError) as error:
+            listed = await self.list()
+        except StorageError as error:
             self.cannot(mark, error)
-        return False
+            return False
+        return not all(map(listed.has, names))
 
     async def remove(self, found: Listing) -> tuple[str, ...]:
         """Remove objects and abort uploads; gives the names of the objects that are gone."""
@@ -340,7 +333,7 @@ class ObjectPlace:
             await (requests or self.requests).run("remove", key, request)
         except ObjectMissingError:
             return True
-        except (StorageError, StoreError) as error:
+        except StorageError as error:
             self.cannot(key, error)
             return False
         return True

@@ -145,15 +145,13 @@ class ObjectRoot:
         async def look(name: str) -> Found | None:
             key = self._key(name, MANIFEST_NAME)
             try:
-                info = await requests.run("look at", key, lambda: store.head(key))
-            except ObjectMissingError:
-                return Found(name=name, version=None)
+                info = await requests.look(store, key)
             except StorageError as error:
                 if unseen is None:
                     raise
                 unseen(name, error)
                 return None
-            return Found(name=name, version=version_of(info))
+            return Found(name=name, version=None if info is None else version_of(info))
 
         found = await run_some(look, names, at_once, "look at a manifest")
         return [each for each in found if each is not None]
@@ -275,14 +273,10 @@ class _Removal:
 
     async def _is_there(self, file: str = MANIFEST_NAME) -> bool:
         """Whether there is a manifest, or another file; yes if nobody can tell."""
-        key = self._prefix + file
         try:
-            await self._requests.run("look at", key, lambda: self._store.head(key))
-        except ObjectMissingError:
-            return False
+            return await self._requests.look(self._store, self._prefix + file) is not None
         except StorageError:
             return True
-        return True
 
     async def _bury(self, tomb: str, summary: Summary, pointed: Sequence[str]) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them.
@@ -308,13 +302,13 @@ class _Removal:
         """
         mark = f"{self._prefix}{ATTEMPT_PREFIX}{save_id}"
         try:
-            made = await self._requests.run("look at", mark, lambda: self._store.head(mark))
-            now = await self._requests.run("look at", tomb, lambda: self._store.head(tomb))
-        except ObjectMissingError:
-            return []
+            made = await self._requests.look(self._store, mark)
+            now = None if made is None else await self._requests.look(self._store, tomb)
         except StorageError as error:
             self._place.cannot(mark, error)
             return None
+        if made is None or now is None:
+            return []
         is_quiet = made.modified_s == 0.0 or made.modified_s + QUIET_S < now.modified_s
         return [mark] if is_quiet else None
 
@@ -375,9 +369,8 @@ class _Removal:
         key = f"{self._prefix}{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
         await self._requests.must("write", key, lambda: self._put(key, b""))
         try:
-            info = await self._requests.run("look at", key, lambda: self._store.head(key))
-        except ObjectMissingError:  # somebody tidies up here, too
-            return 0.0
+            info = await self._requests.look(self._store, key)
         finally:
             await self._place.delete([key])
-        return info.modified_s or time.time()
+        # without one, somebody tidies up here, too
+        return 0.0 if info is None else info.modified_s or time.time()

@@ -100,10 +100,9 @@ class ObjectStorage:
     async def version(self) -> Version:
         """Look at the manifest; see `interface.Storage`."""
         store, requests = await self._ready()
-        try:
-            info = await requests.run("look at", self._manifest, lambda: store.head(self._manifest))
-        except ObjectMissingError:
-            raise CheckpointNotFoundError(self._url) from None
+        info = await requests.look(store, self._manifest)
+        if info is None:
+            raise CheckpointNotFoundError(self._url)
         return version_of(info)
 
     async def read_manifest(self) -> tuple[Version, bytes]:
@@ -135,19 +134,11 @@ class ObjectStorage:
             names = (info.key[len(prefix) :] for info in listed if info.key.endswith("/"))
             below = filter(None, (name.rstrip("/") for name in names))
             last = sorted(below, key=numbered)[-_MAX_LOOKS_BELOW:]
-
-            async def is_one(name: str) -> bool:
-                key = join_key(prefix + name, MANIFEST_NAME)
-                try:
-                    await requests.run("look at", key, lambda: store.head(key))
-                except ObjectMissingError:
-                    return False
-                return True
-
-            are = await run_all((is_one(name) for name in last), "look below")
+            keys = [join_key(prefix + name, MANIFEST_NAME) for name in last]
+            looks = await run_all((requests.look(store, key) for key in keys), "look below")
         except Exception:  # the caller raises what it has in hand
             return ""
-        found = [name for name, is_there in zip(last, are, strict=True) if is_there]
+        found = [name for name, info in zip(last, looks, strict=True) if info is not None]
         return found[-1] if found else ""
 
     def recall(self, manifest: Manifest) -> None:
@@ -156,16 +147,9 @@ class ObjectStorage:
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look at data files, at once; see `interface.Storage`."""
         store, requests = await self._ready()
-
-        async def size(name: str) -> int | None:
-            key = self._join(name)
-            try:
-                info = await requests.run("look at", key, lambda: store.head(key))
-            except ObjectMissingError:
-                return None
-            return info.nbytes
-
-        return await run_all((size(name) for name in names), "size of an object")
+        looks = (requests.look(store, self._join(name)) for name in names)
+        infos = await run_all(looks, "size of an object")
+        return [None if info is None else info.nbytes for info in infos]
 
     async def open(self, name: str, nbytes: int) -> ObjectSource:
         """Give what reads a data file; sends nothing."""
@@ -233,12 +217,7 @@ class ObjectStorage:
             prefix = self._join("")
             found = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
             return any(info.key[len(prefix) :].startswith(NOTE_PREFIX) for info in found)
-        key = self._join(NOTE_PREFIX + save_id)
-        try:
-            await requests.run("look at", key, lambda: store.head(key))
-        except ObjectMissingError:
-            return False
-        return True
+        return await requests.look(store, self._join(NOTE_PREFIX + save_id)) is not None
 
     async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
         store, requests = await self._ready()

@@ -33,6 +33,7 @@ from ckptio.events import RequestRetried
 from ckptio.storage.keys import shown_url
 from ckptio.storage.store import (
     ConditionFailedError,
+    ObjectMissingError,
     RefusedError,
     StoreError,
     TransientError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.storage.store import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ckptio")
 
@@ -256,6 +258,17 @@ class Requests:
                 *(what, shown_url(key), shown_url(self.path), problem),
                 *(self._config.retry_timeout_s, self._config.max_retries),
             )
+
+    async def look(self, store: ObjectStore, key: str) -> ObjectInfo | None:
+        """Look at an object; `None` if there is none.
+
+        Raises:
+            StorageError: It cannot be told.
+        """
+        try:
+            return await self.run("look at", key, lambda: store.head(key))
+        except ObjectMissingError:
+            return None
 
     async def must(
         self,

@@ -24,11 +24,9 @@ from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.errors import (
     CheckpointChangedError,
-    CheckpointError,
     CorruptionError,
     FormatError,
     StorageError,
-    UnsupportedLeafError,
 )
 from ckptio.format.checksum import crc32c, pack_checksums
 from ckptio.format.manifest import DOCUMENT_NAME, decode_manifest
@@ -402,25 +400,6 @@ def test_a_document_that_contradicts_the_manifest_is_refused(tmp_path: Path, cha
     rewrite(tmp_path / "c", change)
     with pytest.raises(FormatError):
         StorageReader(tmp_path / "c").read_metadata()
-
-
-def test_errors_come_whole_through_a_pickle() -> None:
-    """DCP sends them from rank to rank."""
-    errors: list[CheckpointError] = [
-        UnsupportedLeafError("a.b", "an odd thing", "do else"),
-        CorruptionError("cut", path="p", file="f", start=1, stop=2, fqns=["w"]),
-        StorageError("no", path="/x", code=28),
-        CheckpointChangedError("/x"),
-        ckptio.MismatchError("p", ["a"], [], []),
-        ckptio.PeerLostError("gone", ranks=[1], causes={1: "x"}),
-    ]
-    for error in errors:
-        found = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
-        assert type(found) is type(error)
-        assert str(found) == str(error)
-        assert vars(found) == vars(error)
-        assert getattr(found, "errno", None) == getattr(error, "errno", None)
-        assert getattr(found, "filename", None) == getattr(error, "filename", None)
 
 
 def test_what_was_not_saved_through_dcp_is_named(tmp_path: Path) -> None:

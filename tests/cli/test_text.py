@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 
-from ckptio.cli.text import count, fold, format_nbytes, format_time, natural, table, visible
+from ckptio.cli.text import count, fold, format_nbytes, format_time, table, visible
 from ckptio.cli.values import short_json
+from ckptio.storage.file_names import numbered
 
 
 def test_values_are_shown_as_short_json() -> None:
@@ -39,8 +40,8 @@ def test_numbers_and_times_are_for_people() -> None:
     assert format_time("2026-02-03T04:05:06.789+01:00") == "2026-02-03 03:05:06Z"
     assert format_time("\x1bnever") == r"\x1bnever"
     assert (count(1, "file"), count(0, "file")) == ("1 file", "0 files")
-    assert sorted(["step-10", "step-9", "a"], key=natural) == ["a", "step-9", "step-10"]
-    assert natural("9" * 5000) < natural("1" + "0" * 5000)
+    assert sorted(["step-10", "step-9", "a"], key=numbered) == ["a", "step-9", "step-10"]
+    assert numbered("9" * 5000) < numbered("1" + "0" * 5000)
 
 
 def test_columns_count_what_a_terminal_shows() -> None:

@@ -12,6 +12,7 @@ import concurrent.futures
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptio._aio import run_into
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.events import notify
@@ -38,12 +39,7 @@ class OnTheSpot(concurrent.futures.Executor):
     ) -> concurrent.futures.Future[T]:
         """Run `function`, and give a future that is done."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as error:  # who waits for the future raises it
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        run_into(future, function, *args, **kwargs)
         return future
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptio.engine.context import wait_for_all
 from ckptio.errors import PlanError, UnsupportedLeafError
+from ckptio.foreign.archive import ZIP
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.runtime.currents import CallerCurrents
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-
-_ARCHIVE = b"PK\x03\x04"  # of torch.save
 
 
 class Value(NamedTuple):
@@ -107,7 +106,7 @@ def _value_of(planner: SavePlanner, item: WriteItem) -> tuple[Word, Any]:
             stock = DefaultSavePlanner.transform_object(known, item, value)
             if stock.getvalue() == data:
                 return _object(value)
-    if not data.startswith(_ARCHIVE):
+    if not data.startswith(ZIP):
         return "opaque", data
     try:
         return _object(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
