@@ -1,7 +1,8 @@
 """What the engine asks of a storage: a protocol per noun, one method per operation.
 
-A `Storage` is one checkpoint's place. Every file of it goes through this one object:
-data, manifest, sizes, deletes. There is no second way around it.
+A `Storage` is one checkpoint's place. Whoever saves or loads one comes to its files through this
+object alone: data, manifest, sizes, notes. What looks after many (lists, removes, sweeps) has a
+`root_interface.Root`, which knows the same names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Attempt(Protocol):
-    """One save on its way to a commit. Used by one task; ends in `commit` or `abort`.
+    """One save on its way to a commit. Used by one task; ends in `commit`, `abort` or `leave`.
 
     Attributes:
         is_alone: Whether nobody else can make the same save there meanwhile, a copy of it, say. If
@@ -184,7 +185,7 @@ class Storage(Protocol):
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
-            FormatError: It points to what is not there.
+            FormatError: It is larger than any manifest, or points to what is not there.
             StorageError: It cannot be read, or nothing is said.
         """
         ...

@@ -158,6 +158,8 @@ class LocalStorage:
             except (FileNotFoundError, NotADirectoryError):
                 raise CheckpointNotFoundError(self._path) from None
             except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise FormatError(f"{self._manifest!r}: {error.strerror}") from None
                 raise storage_error(error, self._manifest, "cannot read the manifest") from error
             try:
                 return follow_pointer(self._files, self._path, commit)[0]
@@ -165,6 +167,8 @@ class LocalStorage:
                 continue  # it was replaced just then, or it is not whole
             except OSError as error:
                 raise storage_error(error, self._path, "cannot read the manifest") from error
+            except FormatError as error:
+                raise type(error)(f"{self._path!r}: {error}") from None
         raise FormatError(f"{self._path!r}: the manifest points to what is not there")
 
     async def _read_commit(self) -> tuple[tuple[int, ...], bytes]:

@@ -187,7 +187,7 @@ async def test_a_pointer_that_leads_nowhere_is_damage(
         data = {"cut": data[:-1], "changed": b"x" + data[1:], "other": other}[how]
         (directory / pointed).write_bytes(data)
         fs.pipe_file(f"{url}/{pointed}", data)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=re.escape(str(directory))):
         await LocalStorage(str(directory), SMALL, executor, list[Event]().append).peek_manifest()
     async with Engine(SMALL) as engine:
         for path in (directory, url):
