@@ -13,6 +13,7 @@ from ckptio.format.decode import class_names_in
 from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
+from ckptio.state.handed import is_of_torch
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.prune import prune_at
 from ckptio.state.taken import Taken
@@ -178,15 +179,32 @@ class Noted:
 
 
 def _members_of(fqn: str, module: torch.nn.Module) -> dict[str, None]:
-    """Name the parameters of a module, and its buffers that are stored."""
+    """Name the parameters of a module, and its buffers that are stored, where torch gives them.
+
+    What a part that gives its state in its own way has in it (adapters alone, say) nobody knows.
+    No method is called: who overrides `named_parameters` may take other arguments.
+    """
     names: dict[str, None] = {}
-    for place, part in module.named_modules(remove_duplicate=False):
-        held = join_fqn(fqn, place) if place else fqn
-        left = part._non_persistent_buffers_set  # noqa: SLF001  # nothing else tells
-        found = [name for name, _ in part.named_parameters(recurse=False, remove_duplicate=False)]
-        found += [name for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)]
-        names.update(dict.fromkeys(join_fqn(held, name) for name in found if name not in left))
+    ahead = [(fqn, module)]
+    while ahead:
+        place, part = ahead.pop(0)
+        if not _gives_all(part):
+            continue
+        # what torch's own state_dict() goes by
+        held, left = {**part._parameters, **part._buffers}, part._non_persistent_buffers_set  # noqa: SLF001
+        found = (name for name, each in held.items() if each is not None and name not in left)
+        names.update(dict.fromkeys(join_fqn(place, name) for name in found))
+        below = part._modules.items()  # noqa: SLF001  # as above
+        ahead[:0] = [(join_fqn(place, name), each) for name, each in below if each is not None]
     return names
+
+
+def _gives_all(module: torch.nn.Module) -> bool:
+    """Whether it is torch's code, and no hook of others, that gives a module's state."""
+    # nothing public names them
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
+    own = (module.state_dict, module._save_to_state_dict)  # noqa: SLF001  # as above
+    return all(map(is_of_torch, (*own, *hooks)))
 
 
 def _arrays_in(node: Json) -> set[int]:

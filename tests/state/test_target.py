@@ -455,6 +455,37 @@ def test_a_module_is_missing_where_a_part_of_it_is_selected(saved: dict[str, Any
     assert match_of(saved, target, ["b.weight", "a.0.scratch"]).missing == []
 
 
+def test_a_module_that_names_its_parameters_in_its_own_way_is_not_asked() -> None:
+    """An override with the arguments of older torch, or one that raises, ends no load."""
+
+    class Module(torch.nn.Linear):
+        def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]  # noqa: FBT001, FBT002  # as in torch 1
+            return super().named_parameters(prefix, recurse)
+
+    saved, target = {"b.weight": zeros(1)}, {"a": Module(2, 2), "b.weight": zeros(1)}
+    assert match_of(saved, target, "b").agrees
+    assert match_of(saved, target, "*.weight").missing == ["a.weight"]
+
+
+def test_what_a_module_leaves_out_of_its_state_is_not_missing() -> None:
+    """One that gives its adapters alone, by a method or a hook, has no other names."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.lora = torch.nn.Linear(2, 2), torch.nn.Parameter(zeros(1))
+
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            state = super().state_dict(*args, **options)
+            return {name: held for name, held in state.items() if name.endswith("lora")}
+
+    hooked = torch.nn.Linear(2, 2)
+    hooked.register_state_dict_post_hook(lambda _, state, prefix, __: state.pop(f"{prefix}weight"))
+    saved = {"a": {"lora": zeros(1)}, "b": {"bias": zeros(2)}, "c.weight": zeros(1)}
+    target = {"a": Adapted(), "b": hooked, "c.weight": zeros(1)}
+    assert match_of(saved, target, "*.weight").agrees
+
+
 @pytest.mark.parametrize(
     ("saved", "target"),
     [([zeros(1), 1], {"x": zeros(1)}), ({"x": zeros(1)}, [zeros(1)]), ((zeros(1),), [zeros(1)])],
