@@ -40,6 +40,7 @@ T = TypeVar("T")
 #: Directories that are read at a time; each has its manifest in memory.
 _MAX_AT_ONCE = 4
 _LONG = 10  # manifests; fewer are read before a line of progress could be read
+_MAX_TRIES = 10  # where steps come and go faster than they are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +83,25 @@ def read_rows(
 ) -> list[Row]:
     """Describe what is at and below a directory or URL; not what other programs have there.
 
+    A step that goes meanwhile mostly goes for one that was committed behind the look at it: of a
+    run that keeps one step, neither would be seen. So all are listed once more then.
+
     Raises:
         ConfigError: The root is none, or there is no way to it.
         OSError: It cannot be listed.
     """
+    rows: list[Row] = []
+    for _ in range(_MAX_TRIES):
+        rows = _read(root, config, terminal, depth=depth, hidden=hidden)
+        if all(row.state != "missing" for row in rows):
+            break
+    return [row for row in rows if row.state != "missing"]
+
+
+def _read(
+    root: str, config: CheckpointConfig, terminal: Terminal, *, depth: int, hidden: bool
+) -> list[Row]:
+    """Do it once. What was removed behind the look at it is missing."""
     url = remote_url(root)
     top = url or absolute(local_path(root))
     listed = [] if url else find_checkpoints(top, depth=depth, hidden=hidden)
@@ -149,8 +165,7 @@ async def _row(core: EngineCore, context: EngineContext, item: tuple[str, Found]
             state = state_of(error)
             if state == "damaged" and await run_blocking(context.executor, is_foreign, found):
                 return None
-            if state != "missing":  # removed meanwhile
-                return Row(path=path, state=state, error=explain(error))
+            return Row(path=path, state=state, error=explain(error))
     if not found.ours:
         return None
     sizes = await run_blocking(context.executor, _sizes, found)
@@ -213,8 +228,7 @@ async def _row_below(
             state = state_of(error)
             if state == "damaged" and await is_foreign_prefix(place, item):
                 return None
-            if state != "missing":  # removed meanwhile
-                return Row(path=item.path, state=state, error=explain(error))
+            return Row(path=item.path, state=state, error=explain(error))
     if not item.ours:
         return None
     nbytes = sum(info.nbytes for info in item.ours)

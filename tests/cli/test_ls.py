@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio import sync
 from ckptio.__main__ import main
+from ckptio.cli import rows
 from ckptio.cli.find import find_checkpoints
 from ckptio.format.manifest import decode_manifest
 from ckptio.runtime.core import EngineCore
@@ -48,6 +49,30 @@ def test_ls_shows_each_checkpoint_once_newest_first(
     assert len(document["checkpoints"]) == 2
     _, document = run_json(capsys, "ls", str(ckpt))
     assert [row["path"] for row in document["checkpoints"]] == ["."]
+
+
+def test_a_step_that_is_committed_while_another_one_goes_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that keeps one step, there is one at any time; and what is gone has no files."""
+    save_at(tmp_path / "step-1")
+    looks = []
+
+    def find(*args: Any, **options: Any) -> Any:
+        found = list(find_checkpoints(*args, **options))
+        looks.append(len(found))
+        if len(looks) == 1:
+            save_at(tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+        return found
+
+    monkeypatch.setattr(rows, "find_checkpoints", find)
+    code, document = run_json(capsys, "ls", "--all", str(tmp_path))
+    assert code == 0
+    assert [(row["path"], row["state"]) for row in document["checkpoints"]] == [
+        ("step-2", "committed")
+    ]
+    assert looks == [1, 1]
 
 
 def test_what_is_removed_while_directories_are_listed_is_not_found(tmp_path: Path) -> None:
