@@ -149,6 +149,8 @@ class Noted:
             self.match.kept.append(fqn)
             return
         names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
+        if names and self._leaves_out(fqn, target):
+            return
         self.match.missing += names or self._members_kept(fqn, target)
 
     def _members_kept(self, fqn: str, target: Any) -> list[str]:
@@ -158,7 +160,18 @@ class Noted:
         """
         if self._keep is None or not isinstance(target, torch.nn.Module):
             return []
-        return [name for name in _members_of(fqn, target) if self._keep(name)]
+        return [name for name in _members_of(fqn, target)[0] if self._keep(name)]
+
+    def _leaves_out(self, fqn: str, target: Any) -> bool:
+        """Whether a selection accepts a module's name, and nothing that is in it.
+
+        What the name of a part is in says nothing then, as with a dict. Not of a module of which
+        not all is known, or that has nothing.
+        """
+        if self._keep is None or not isinstance(target, torch.nn.Module):
+            return False
+        names, is_whole = _members_of(fqn, target)
+        return is_whole and bool(names) and not any(map(self._keep, names))
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
         self.match.unexpected += names_kept(fqn, node, self._keep)
@@ -178,17 +191,21 @@ class Noted:
         return self._keep is None or bool(names_kept(fqn, node, self._keep))
 
 
-def _members_of(fqn: str, module: torch.nn.Module) -> dict[str, None]:
+def _members_of(fqn: str, module: torch.nn.Module) -> tuple[list[str], bool]:
     """Name the parameters of a module, and its buffers that are stored, where torch gives them.
 
-    What a part that gives its state in its own way has in it (adapters alone, say) nobody knows.
     No method is called: who overrides `named_parameters` may take other arguments.
+
+    Returns:
+        The names, and whether these are all. What a part that gives its state in its own way has
+        in it (adapters alone, say) nobody knows.
     """
     names: dict[str, None] = {}
-    ahead = [(fqn, module)]
+    ahead, is_whole = [(fqn, module)], True
     while ahead:
         place, part = ahead.pop(0)
         if not _gives_all(part):
+            is_whole = False
             continue
         # what torch's own state_dict() goes by
         held, left = {**part._parameters, **part._buffers}, part._non_persistent_buffers_set  # noqa: SLF001
@@ -196,7 +213,7 @@ def _members_of(fqn: str, module: torch.nn.Module) -> dict[str, None]:
         names.update(dict.fromkeys(join_fqn(place, name) for name in found))
         below = part._modules.items()  # noqa: SLF001  # as above
         ahead[:0] = [(join_fqn(place, name), each) for name, each in below if each is not None]
-    return names
+    return [*names], is_whole
 
 
 def _gives_all(module: torch.nn.Module) -> bool:

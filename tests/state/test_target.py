@@ -467,6 +467,15 @@ def test_a_module_that_names_its_parameters_in_its_own_way_is_not_asked() -> Non
     assert match_of(saved, target, "*.weight").missing == ["a.weight"]
 
 
+@pytest.mark.parametrize("saved", [{}, {"a": {}}, {"a": 1}, {"a": zeros(1)}])
+def test_a_module_of_which_a_function_takes_nothing_is_not_missing(saved: dict[str, Any]) -> None:
+    """As a dict of its tensors would not be, though the function accepts the module's own name."""
+    saved, target = {**saved, "b": zeros(1)}, {"a": torch.nn.Linear(2, 2), "b": zeros(1)}
+    select = lambda name: name in ("a", "b")  # noqa: E731  # as callers write it
+    assert match_of(saved, target, select).missing == []
+    assert not match_of(saved, target, ["a", "b"]).agrees
+
+
 def test_what_a_module_leaves_out_of_its_state_is_not_missing() -> None:
     """One that gives its adapters alone, by a method or a hook, has no other names."""
 
