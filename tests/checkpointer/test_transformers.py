@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -19,18 +21,54 @@ pytest.importorskip("accelerate")
 
 PAGE = Path(ckptio.__file__).parent / "checkpointer" / "README.md"
 PATIENCE = 5
+#: What each rank of a job runs, behind the page's own code.
+JOB = """
+class Counting(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        steps.append(state.global_step)
+
+steps = []
+
+def run_until(path, num_steps):
+    torch.manual_seed(0)
+    size = dict(vocab_size=100, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    arguments = TrainingArguments(
+        "out", max_steps=num_steps, save_strategy="no", eval_strategy="steps", eval_steps=2,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, disable_tqdm=True,
+    )
+    tokens = [torch.arange(i, i + 16) for i in range(64)]
+    data = [{"input_ids": each, "labels": each} for each in tokens]
+    every = ckptio.SaveEvery(steps=2)
+    with ckptio.sync.Checkpointer(path, every=every) as checkpointer:
+        trainer = ResumableTrainer(
+            GPT2LMHeadModel(GPT2Config(**size)), arguments, train_dataset=data,
+            eval_dataset=data[:8], callbacks=[Saving(checkpointer), Counting()],
+        )
+        trainer.checkpointer = checkpointer
+        trainer.resume()
+    return trainer.model.state_dict()
+
+run_until("halves", 6)  # in the middle of an epoch
+halves, whole = run_until("halves", 8), run_until("whole", 8)
+assert all(torch.equal(halves[name], whole[name]) for name in whole)
+assert steps == [*range(6), *range(6, 8), *range(8)]
+"""
+
+
+def code_of_recipe() -> str:
+    """What the page defines, without the run that shows it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "class ResumableTrainer" in block)
+    imports = "from typing import Any\n\nimport torch\n\nimport ckptio.sync\n"
+    return imports + str(block).partition("def run_trainer")[0]
 
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the page defines, without the run that shows it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (block,) = (block for block in blocks if "class ResumableTrainer" in block)
+    """The page's code, as a module."""
     module = types.ModuleType("recipe")
-    module.__dict__.update(torch=torch, ckptio=ckptio, Any=Any)
     monkeypatch.setitem(sys.modules, "recipe", module)
-    code = compile(block.partition("def run_trainer")[0], PAGE.name, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # noqa: S102  # our own page
+    exec(compile(code_of_recipe(), PAGE.name, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  # our own page
     return module
 
 
@@ -113,3 +151,19 @@ def test_a_loss_scale_goes_on_where_it_was(
     run_recipe(recipe, "halves", 10, scalers[2])
     assert scalers[0].get_scale() == 2.0**19
     assert scalers[2].state_dict() == scalers[0].state_dict()
+
+
+def test_two_ranks_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Though each measures other times, and has other random numbers."""
+    (tmp_path / "job.py").write_text(code_of_recipe() + JOB)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*command, "--nproc-per-node=2", "job.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
