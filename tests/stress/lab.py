@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptio.config import MiB
 from tests.stress.recorder import CONTROL_NAME, DISK_NAME, READY
 
 if TYPE_CHECKING:
@@ -20,14 +22,44 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 _CAP_SYS_ADMIN = 21
 _TIMEOUT_S = 60.0
 _POLL_S = 0.02
-# a small journal wraps many times in a run; nothing is initialized behind a test's back
-_MKFS = [
-    "mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4",
-    "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard",
-]  # fmt: skip
 
 
-def why_not() -> str | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSystem:
+    """A file system of the kernel.
+
+    Attributes:
+        name: What it is mounted as.
+        mkfs: Makes it on a disk, small, and initializes nothing behind a test's back.
+        disk_nbytes: Size of the disk.
+        sector_nbytes: What the disk writes whole, or not at all.
+    """
+
+    name: str
+    mkfs: tuple[str, ...]
+    disk_nbytes: int
+    sector_nbytes: int = 512
+
+
+EXT4 = FileSystem(
+    name="ext4",
+    mkfs=(
+        *("mkfs.ext4", "-q", "-F", "-b", "4096"),
+        *("-J", "size=4"),  # a small journal wraps many times in a run
+        *("-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard"),
+    ),
+    disk_nbytes=16 * MiB,
+)
+XFS = FileSystem(name="xfs", mkfs=("mkfs.xfs", "-q", "-f", "-K"), disk_nbytes=300 * MiB)
+BTRFS = FileSystem(
+    name="btrfs",
+    mkfs=("mkfs.btrfs", "-q", "-f", "-K"),
+    disk_nbytes=128 * MiB,
+    sector_nbytes=4096,  # half of a superblock is none, and one is all that is looked at
+)
+
+
+def why_not(fs: FileSystem) -> str | None:
     """Say why no power can be cut on this machine; `None` if it can."""
     if not sys.platform.startswith("linux"):
         return "power cuts need Linux"
@@ -40,7 +72,7 @@ def why_not() -> str | None:
     for device in ("/dev/fuse", "/dev/loop-control"):
         if not os.path.exists(device):
             return f"power cuts need {device}"
-    for program in ("mkfs.ext4", "mount", "umount"):
+    for program in (fs.mkfs[0], "mount", "umount"):
         if shutil.which(program) is None:
             return f"power cuts need {program}"
     try:
@@ -51,14 +83,14 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def recording(directory: str, nbytes: int, log_path: str) -> Iterator[tuple[str, str]]:
-    """Give the root of a fresh ext4 on a recorded disk, and the disk's control file.
+def recording(directory: str, fs: FileSystem, log_path: str) -> Iterator[tuple[str, str]]:
+    """Give the root of a fresh file system on a recorded disk, and the disk's control file.
 
     At the end the file system is unmounted and the log complete.
     """
     with contextlib.ExitStack() as stack:
         disks = _make_dir(directory, "disks")
-        arguments = ["-m", "tests.stress.recorder", disks, str(nbytes), log_path]
+        arguments = ["-m", "tests.stress.recorder", disks, str(fs.disk_nbytes), log_path]
         recorder = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
@@ -67,8 +99,8 @@ def recording(directory: str, nbytes: int, log_path: str) -> Iterator[tuple[str,
         stack.callback(_end, recorder, disks)
         disk = f"{disks}/{DISK_NAME}"
         _wait_for(disk, recorder)
-        _run(*_MKFS, disk)
-        root = stack.enter_context(mounted(disk, _make_dir(directory, "recorded")))
+        _run(*fs.mkfs, disk)
+        root = stack.enter_context(mounted(fs, disk, _make_dir(directory, "recorded")))
         control_path = f"{disks}/{CONTROL_NAME}"
         with open(control_path, "wb", buffering=0) as control:
             control.write(READY)
@@ -76,14 +108,14 @@ def recording(directory: str, nbytes: int, log_path: str) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def mounted(image: str, mount_point: str) -> Iterator[str]:
-    """Mount an ext4 image, which recovers its journal; unmount it at the end.
+def mounted(fs: FileSystem, image: str, mount_point: str) -> Iterator[str]:
+    """Mount an image, which recovers its journal; unmount it at the end.
 
     Raises:
         subprocess.CalledProcessError: It cannot be mounted, or something still holds it.
     """
     try:
-        _run("mount", "-t", "ext4", "-o", "loop", image, mount_point)
+        _run("mount", "-t", fs.name, "-o", "loop", image, mount_point)
         yield mount_point
     finally:
         _unmount(mount_point)

@@ -19,14 +19,13 @@ from ckptio import sync
 from ckptio.errors import CheckpointError, CheckpointNotFoundError
 from ckptio.format.manifest import MANIFEST_NAME
 from tests.rig import SMALL, assert_tidy, names_in
-from tests.stress.lab import mounted
+from tests.stress.lab import FileSystem, mounted
 from tests.stress.recorder import HEADER, READY, Kind
 from tests.stress.workload import LATEST, Step, all_steps, decode_step, number_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SECTOR_NBYTES = 512
 _P_KEPT = 0.5
 _P_TORN = 0.2
 _QUIET_S = 7200.0
@@ -105,10 +104,10 @@ def choose_cuts(records: Sequence[Record], num_cuts: int, seed: int) -> list[int
 
 
 def cut_power(
-    records: Sequence[Record], indices: Sequence[int], disk_nbytes: int, seed: int
+    records: Sequence[Record], indices: Sequence[int], fs: FileSystem, seed: int
 ) -> Iterator[Cut]:
     """Give the disk as it may be found after each cut; `indices` ascend."""
-    stable = bytearray(disk_nbytes)
+    stable = bytearray(fs.disk_nbytes)
     steps: list[Step] = []
     num_stable = num_seen = 0
     rng = random.Random(seed)
@@ -124,13 +123,14 @@ def cut_power(
         image = bytearray(stable)
         for record in records[num_stable:num_seen]:
             if record.kind is Kind.WRITE and rng.random() < _P_KEPT:
-                _apply(image, record if rng.random() >= _P_TORN else _torn(record, rng))
+                is_torn = rng.random() < _P_TORN
+                _apply(image, _torn(record, fs.sector_nbytes, rng) if is_torn else record)
         yield Cut(index=index, image=image, acknowledged=tuple(steps))
 
 
-def _torn(record: Record, rng: random.Random) -> Record:
+def _torn(record: Record, sector_nbytes: int, rng: random.Random) -> Record:
     """Keep only the first or only the last sectors of a write."""
-    at = rng.randrange(0, len(record.data) + 1, _SECTOR_NBYTES)
+    at = rng.randrange(0, len(record.data) + 1, sector_nbytes)
     if rng.random() < _P_KEPT:
         return Record(kind=record.kind, offset=record.offset, data=record.data[:at])
     return Record(kind=record.kind, offset=record.offset + at, data=record.data[at:])
@@ -141,11 +141,12 @@ def _apply(image: bytearray, record: Record) -> None:
         image[record.offset : record.offset + len(record.data)] = record.data
 
 
-def check_cut(cut: Cut, directory: str, tally: Tally, *, goes_on: bool) -> None:
+def check_cut(cut: Cut, fs: FileSystem, directory: str, tally: Tally, *, goes_on: bool) -> None:
     """Mount what a power cut left, load everything, and count.
 
     Args:
         cut: The disk, and what had been promised.
+        fs: What is on it.
         directory: For the image and the mount point.
         tally: Where counts go.
         goes_on: Also save to the path that was being saved to, as a training run that
@@ -158,7 +159,7 @@ def check_cut(cut: Cut, directory: str, tally: Tally, *, goes_on: bool) -> None:
         file.write(cut.image)
     tally["cuts"] += 1
     try:
-        with mounted(image_path, mount_point) as root, sync.Engine(SMALL) as engine:
+        with mounted(fs, image_path, mount_point) as root, sync.Engine(SMALL) as engine:
             _check_paths(engine, root, cut, tally)
             if goes_on:
                 _go_on(engine, root, cut)

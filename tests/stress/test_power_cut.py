@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio.config import MiB
-from tests.stress.lab import ROOT, recording, why_not
+from tests.stress.lab import BTRFS, EXT4, ROOT, XFS, FileSystem, recording, why_not
 from tests.stress.recorder import Kind
 from tests.stress.replay import Tally, check_cut, choose_cuts, cut_power, read_log
 from tests.stress.workload import all_steps
@@ -19,28 +18,33 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.stress
 
-_DISK_NBYTES = 16 * MiB
 _NUM_CUTS = 150
 _SEED = 1
 _WORKLOAD_TIMEOUT_S = 120.0
 
 
+@pytest.fixture(params=[EXT4, XFS, BTRFS], ids=lambda fs: fs.name)
+def fs(request: pytest.FixtureRequest) -> FileSystem:
+    """Give a file system; skip where no power can be cut."""
+    found: FileSystem = request.param
+    if (reason := why_not(found)) is not None:
+        pytest.skip(reason)
+    return found
+
+
 @pytest.fixture
 def directory() -> Iterator[str]:
-    """Give a directory in memory if there is one; skip where no power can be cut."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    """Give a directory in memory if there is one."""
     memory = "/dev/shm"  # noqa: S108  # a directory of our own is made in it
     parent = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ckptio-power-", dir=parent) as path:
         yield path
 
 
-def run_and_cut(directory: str, durability: str, direct_io: str) -> Tally:
+def run_and_cut(fs: FileSystem, directory: str, durability: str, direct_io: str) -> Tally:
     """Record a run of saves, cut the power at many points of it, and count what is left."""
     log_path = f"{directory}/log"
-    with recording(directory, _DISK_NBYTES, log_path) as (root, control_path):
+    with recording(directory, fs, log_path) as (root, control_path):
         arguments = ["-m", "tests.stress.workload", root, control_path, durability, direct_io]
         subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, check=True, timeout=_WORKLOAD_TIMEOUT_S
@@ -51,31 +55,33 @@ def run_and_cut(directory: str, durability: str, direct_io: str) -> Tally:
     assert kinds.count(Kind.MARK) == len(all_steps()) + 1
     indices = choose_cuts(records, _NUM_CUTS, _SEED)
     tally = Tally()
-    for cut in cut_power(records, indices, _DISK_NBYTES, _SEED):
-        check_cut(cut, directory, tally, goes_on=durability == "full")
+    for cut in cut_power(records, indices, fs, _SEED):
+        check_cut(cut, fs, directory, tally, goes_on=durability == "full")
     print(  # noqa: T201  # figures for whoever runs with -s, or sees it fail
-        f"\ndurability={durability!r}, direct_io={direct_io!r}:"
+        f"\n{fs.name}, durability={durability!r}, direct_io={direct_io!r}:"
         f" {kinds.count(Kind.WRITE)} writes, {kinds.count(Kind.FLUSH)} flushes; {tally}"
     )
     return tally
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_no_acknowledged_checkpoint_is_lost_to_a_power_cut(directory: str, direct_io: str) -> None:
+def test_no_acknowledged_checkpoint_is_lost_to_a_power_cut(
+    fs: FileSystem, directory: str, direct_io: str
+) -> None:
     """Whenever the power goes, what was acknowledged loads, and what is listed is whole."""
-    tally = run_and_cut(directory, "full", direct_io)
+    tally = run_and_cut(fs, directory, "full", direct_io)
     assert tally.findings == []
     assert tally["acknowledged"] > tally["cuts"]
 
 
 @pytest.mark.parametrize("durability", ["none", "file"])
 def test_without_every_sync_a_power_cut_takes_what_was_acknowledged(
-    directory: str, durability: str
+    fs: FileSystem, directory: str, durability: str
 ) -> None:
     """The same cuts do find lost checkpoints, even where only directories are not synced.
 
     And even then nothing loads that is not what was saved.
     """
-    tally = run_and_cut(directory, durability, "auto")
+    tally = run_and_cut(fs, directory, durability, "auto")
     assert tally["lost"] > 0
     assert tally["wrong"] == 0
