@@ -294,7 +294,7 @@ async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -
             for handle in handles:
                 await handle
             assert core.upkeep._last() == (2 if handles else None)
-    assert point > 3
+    assert point > 2  # Python 3.12 has no call for a comprehension
 
 
 def test_a_handler_may_hear_of_lost_saves_wherever_another_save_looks() -> None:
