@@ -297,6 +297,29 @@ async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -
     assert point > 2  # Python 3.12 has no call for a comprehension
 
 
+def test_a_save_that_a_handler_notes_as_lost_counts_wherever_another_save_looks() -> None:
+    """It is one of the next three in a row, if the save that looked did not hear of it."""
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        losses, lost = Losses(), [SaveMoments("a", f"{i:032}") for i in range(4)]
+        for moments in lost:
+            moments.fail(StorageError("lost", path="a"))
+        losses.note(enumerate(lost[:3]))
+
+        def look(losses: Losses = losses) -> None:
+            with contextlib.suppress(StorageError):
+                losses.check()
+
+        def note(losses: Losses = losses, last: SaveMoments = lost[3]) -> None:
+            losses.note([(3, last)])
+
+        went_on = interrupt_at(point, look, ("/ckptio/checkpointer/losses.py",), note)
+        assert all(moments.is_settled() for moments in lost[:3])
+        assert lost[3].is_settled() or not went_on or [s for s, _ in losses._failed] == [3]
+    assert point > 3
+
+
 def test_a_handler_may_hear_of_lost_saves_wherever_another_save_looks() -> None:
     """Whoever comes second says the same, or nothing."""
     point, went_on = 0, True

@@ -69,7 +69,7 @@ class Losses:
         error.add_note(f"the save of step {step} was not committed{more}; nobody waited for that")
         for _, each in failed:
             each.seen()
-        self._failed.clear()
+        self._failed = [each for each in self._failed if each not in failed]  # as above
         raise error
 
 
