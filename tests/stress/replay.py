@@ -21,7 +21,18 @@ from ckptio.format.manifest import MANIFEST_NAME
 from tests.rig import SMALL, assert_tidy, names_in
 from tests.stress.lab import FileSystem, mounted
 from tests.stress.recorder import HEADER, READY, Kind
-from tests.stress.workload import LATEST, Step, all_steps, decode_step, number_of, state_of
+from tests.stress.workload import (
+    KEEP,
+    LATEST,
+    RUN,
+    Step,
+    all_steps,
+    decode_step,
+    number_of,
+    promised,
+    state_of,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,6 +57,7 @@ class Record:
 class Cut:
     """The disk after a power cut, and what had been promised by then."""
 
+    kind: str
     index: int
     image: bytearray
     acknowledged: Sequence[Step]
@@ -104,7 +116,7 @@ def choose_cuts(records: Sequence[Record], num_cuts: int, seed: int) -> list[int
 
 
 def cut_power(
-    records: Sequence[Record], indices: Sequence[int], fs: FileSystem, seed: int
+    kind: str, records: Sequence[Record], indices: Sequence[int], fs: FileSystem, seed: int
 ) -> Iterator[Cut]:
     """Give the disk as it may be found after each cut; `indices` ascend."""
     stable = bytearray(fs.disk_nbytes)
@@ -125,7 +137,7 @@ def cut_power(
             if record.kind is Kind.WRITE and rng.random() < _P_KEPT:
                 is_torn = rng.random() < _P_TORN
                 _apply(image, _torn(record, fs.sector_nbytes, rng) if is_torn else record)
-        yield Cut(index=index, image=image, acknowledged=tuple(steps))
+        yield Cut(kind=kind, index=index, image=image, acknowledged=tuple(steps))
 
 
 def _torn(record: Record, sector_nbytes: int, rng: random.Random) -> Record:
@@ -171,8 +183,9 @@ def check_cut(cut: Cut, fs: FileSystem, directory: str, tally: Tally, *, goes_on
 
 def _check_paths(engine: sync.Engine, root: str, cut: Cut, tally: Tally) -> None:
     """Load every path that ever was saved to, and whatever else has a manifest."""
-    promised = {step.path: step.number for step in cut.acknowledged}  # the last one counts
-    tried = {step.path: step.number for step in all_steps()[: len(cut.acknowledged) + 1]}
+    kept = promised(cut.kind, cut.acknowledged)
+    tried = {step.path: step.number for step in all_steps(cut.kind)[: len(cut.acknowledged) + 1]}
+    known = {step.path: step.number for step in cut.acknowledged}
     for path in sorted(set(tried) | _listed(root)):
         number: int | None = None
         try:
@@ -184,11 +197,11 @@ def _check_paths(engine: sync.Engine, root: str, cut: Cut, tally: Tally) -> None
         else:
             if number is None or number > tried.get(path, -1):
                 tally.find("wrong", cut, f"{path} has content {number}")
-        if path in promised:
+        if path in kept:
             tally["acknowledged"] += 1
-            if number is None or number < promised[path]:
-                tally.find("lost", cut, f"{path} has {number} and should have {promised[path]}")
-        if number is not None and number > promised.get(path, -1):
+            if number is None or number < kept[path]:
+                tally.find("lost", cut, f"{path} has {number} and should have {kept[path]}")
+        if number is not None and number > known.get(path, -1):
             tally["not yet acknowledged and whole"] += 1
 
 
@@ -200,8 +213,11 @@ def _listed(root: str) -> set[str]:
 
 def _go_on(engine: sync.Engine, root: str, cut: Cut) -> None:
     """Save again where the power cut struck, once what it left may be cleared away."""
-    steps = all_steps()
+    steps = all_steps(cut.kind)
     done = len(cut.acknowledged)
+    if cut.kind == RUN:
+        _run_on(engine, f"{root}/{RUN}", done)
+        return
     step = steps[done] if done < len(steps) else Step(path=LATEST, number=len(steps))
     path = f"{root}/{step.path}"
     if os.path.isdir(path):
@@ -211,8 +227,24 @@ def _go_on(engine: sync.Engine, root: str, cut: Cut) -> None:
     assert_tidy(path)
 
 
+def _run_on(engine: sync.Engine, root: str, number: int) -> None:
+    """Go on with a run: what it does not keep goes, and what the power cut has left."""
+    os.makedirs(root, exist_ok=True)
+    for name in names_in(root):
+        _age(f"{root}/{name}")
+    with sync.Checkpointer(root, keep=KEEP, engine=engine) as checkpointer:
+        newest = checkpointer.latest()
+        number = number if newest is None else newest + 1
+        checkpointer.save(state_of(number), number)
+        steps = checkpointer.steps()
+    assert steps[-1] == number
+    expected = [os.path.basename(step_of(n).path) for n in steps if n > number - KEEP.num_steps]
+    assert names_in(root) == expected, {name: names_in(f"{root}/{name}") for name in names_in(root)}
+    assert_tidy(f"{root}/{expected[-1]}")  # beside the one before, what its save left goes with it
+
+
 def _age(directory: str) -> None:
     """Let hours pass: until then, what another boot left may be a living save elsewhere."""
     then_s = time.time() - _QUIET_S
-    for name in names_in(directory):
-        os.utime(f"{directory}/{name}", (then_s, then_s))
+    for path in (*(f"{directory}/{name}" for name in names_in(directory)), directory):
+        os.utime(path, (then_s, then_s))
