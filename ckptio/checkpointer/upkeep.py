@@ -238,13 +238,13 @@ class Upkeep:
         quiet_s = self._sweep_after_s if is_full or self._is_sweep_due(keeper) else None
         found = None if policy is None and quiet_s is None else await keeper.find(aside=True)
         await self._look_ahead(keeper, found)
+        if found is not None and policy is not None:
+            await self._remove(keeper, policy, found)
         if found is not None and quiet_s is not None and (is_full or not self._is_in_a_hurry()):
             began_s = self._clock()
             await self._sweep(keeper, found, 0 if is_full else quiet_s)  # 0 finds less: no guesses
             if not is_full:
                 self._swept_s[keeper] = began_s
-        if found is not None and policy is not None:
-            await self._remove(keeper, policy, found)
 
     async def _make_room(self, keeper: Keeper, error: BaseException | None) -> None:
         """Remove what may go, if a save or a copy failed as the disk is full: for the next one.
@@ -253,8 +253,10 @@ class Upkeep:
         take its room: an earlier run was killed before, or kept more. But as in `_take_up`, none
         goes until it is known which one this run needs.
         """
-        if is_disk_full(error):
-            await self._tidy(keeper, is_after_save=self._needed() is not None, is_full=True)
+        if is_disk_full(error):  # of the two, either may fail
+            await self._tidy(keeper, is_after_save=False, is_full=True)
+            if self._needed() is not None:
+                await self._tidy(keeper, is_after_save=True)
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
         """Whether a tier is to be swept now: the first time, and then after a while."""
@@ -354,11 +356,9 @@ class Upkeep:
 
     @contextmanager
     def held(self, step: int, *, is_load: bool = False) -> Iterator[None]:
-        """Have a step stay inside the block. On any thread, without a lock.
+        """Have a step stay inside the block; one that is loaded, until one is saved.
 
-        Args:
-            step: The step.
-            is_load: Whether the run goes on from it behind that, so that it stays then, too.
+        On any thread, without a lock.
         """
         time = object()
         try:

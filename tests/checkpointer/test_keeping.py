@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio import CheckpointError, KeepLast, SaveAbortedError
+from ckptio import CheckpointError, KeepIf, KeepLast, SaveAbortedError
 from ckptio._aio import Threads, outlive
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ckptio import Checkpointer, Engine
+    from ckptio.plan.retention import StepRecord
     from ckptio.testing import Operation
 
 T = TypeVar("T")
@@ -484,6 +485,13 @@ def test_saves_that_are_quicker_than_removals_share_them(tmp_path: Path) -> None
     run_virtual(scenario(), seed=0)
 
 
+async def save_steps(engine: Engine, root: Path, num_steps: int, **options: Any) -> None:
+    """Save as a run that keeps everything does, from step 1 on."""
+    async with checkpointer_on(engine, root, **options) as ckpt:
+        for step in range(1, num_steps + 1):
+            await ckpt.save(filled_state(SIZES, step), step).durable
+
+
 @pytest.mark.parametrize(("num_ranks", "full"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
 def test_a_full_disk_is_cleared_of_what_dead_saves_left(
     tmp_path: Path, num_ranks: int, full: list[int]
@@ -519,6 +527,37 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(
     assert not dead.exists()
 
 
+def test_a_full_disk_is_cleared_of_what_dead_saves_left_whatever_a_policy_does(
+    tmp_path: Path,
+) -> None:
+    """One that raises says what may not go, and no more."""
+    dead = tmp_path / step_name(9)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "pwrite" and dead.exists():
+            raise OSError(errno.ENOSPC, "no room")
+
+    def decide(_: StepRecord) -> bool:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            await save_steps(engine, tmp_path, 2)
+            with stopped_save(dead, "truncate") as process:
+                process.kill()
+                process.wait()
+            options = {"keep": KeepIf(decide), "sweep_after_s": 3600}
+            async with checkpointer_on(engine, tmp_path, **options) as ckpt:
+                await ckpt.load()
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 3), 3)
+                await asyncio.sleep(10)
+                await ckpt.save(filled_state(SIZES, 3), 3)
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(("loaded", "left"), [(4, [3, 4]), (1, [1, 3, 4]), (None, [1, 2, 3, 4])])
 def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
     tmp_path: Path, loaded: int | None, left: list[int]
@@ -532,9 +571,7 @@ def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
 
     async def scenario() -> None:
         async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            async with checkpointer_on(engine, tmp_path) as ckpt:
-                for step in range(1, 5):
-                    await ckpt.save(filled_state(SIZES, step), step)
+            await save_steps(engine, tmp_path, 4)
             async with checkpointer_on(engine, tmp_path, keep=KeepLast(2)) as ckpt:
                 if loaded is not None:
                     await ckpt.load(step=loaded)
@@ -562,9 +599,7 @@ def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path
 
     async def scenario() -> None:
         async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            async with checkpointer_on(engine, near, then=far) as ckpt:
-                for step in range(1, 4):
-                    await ckpt.save(filled_state(SIZES, step), step).durable
+            await save_steps(engine, near, 3, then=far)
             with stopped_save(dead, "truncate") as process:
                 process.kill()
                 process.wait()
@@ -593,9 +628,7 @@ def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path)
 
     async def scenario() -> None:
         async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            async with checkpointer_on(engine, near, then=far) as ckpt:
-                for step in range(1, 4):
-                    await ckpt.save(filled_state(SIZES, step), step).durable
+            await save_steps(engine, near, 3, then=far)
             async with checkpointer_on(engine, near, then=far, keep_local=1) as ckpt:
                 await ckpt.load()
                 with pytest.raises(StorageError, match="no room"):
