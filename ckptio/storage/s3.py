@@ -37,6 +37,7 @@ from ckptio.storage.s3_options import (
     client_config,
     endpoint_of,
     is_amazon,
+    session_for,
     split_url,
     uses_tls,
 )
@@ -106,6 +107,8 @@ async def _client(
     try:
         # what fsspec is configured to give is among the options, by its one name
         fs = s3fs.S3FileSystem(**{**dict.fromkeys(SYNONYMS), **options, **ours})
+        if fs.session is None:  # the user gave none
+            fs.session = session_for(fs.kwargs)
         return fs, await fs.set_session()
     except (AttributeError, KeyError, TypeError, ValueError, OSError, BotoCoreError) as error:
         problem = problem_with(options, error)

@@ -9,6 +9,7 @@ All state is in a temporary directory and is thrown away.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import socket
 import subprocess
@@ -76,7 +77,7 @@ class Server:
 
     def client(self) -> Any:
         """Make a client that has nothing to do with what is tested; the caller closes it."""
-        return botocore.session.get_session().create_client(
+        return _session().create_client(
             "s3",
             endpoint_url=self.endpoint,
             aws_access_key_id=self.key,
@@ -95,6 +96,12 @@ class Server:
         with contextlib.closing(self.client()) as client:
             client.create_bucket(Bucket=BUCKET)
         return self
+
+
+@functools.cache
+def _session() -> botocore.session.Session:
+    """Give a session that is kept, with what it has read: that is most of making a client."""
+    return botocore.session.get_session()
 
 
 class Processes:
