@@ -94,7 +94,7 @@ class Upkeep:
         #: Saves by step, in the order of their calls: of two under way, either may end first.
         self._called: list[tuple[int, SaveMoments]] = []
         self._steps: set[int] = set()  # all that were saved here
-        self._loaded: int | None = None  # what was loaded last
+        self._loaded: set[int] = set()  # all that were loaded here
         self._is_warned = False
         self._is_told_of_metrics = False
 
@@ -255,7 +255,7 @@ class Upkeep:
         """
         if is_disk_full(error):  # of the two, either may fail
             await self._tidy(keeper, is_after_save=False, is_full=True)
-            if self._needed() is not None:
+            if self._needed(self._keeper):
                 await self._tidy(keeper, is_after_save=True)
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
@@ -268,7 +268,7 @@ class Upkeep:
 
     async def _sweep(self, keeper: Keeper, found: Sequence[Found], quiet_s: float) -> None:
         """Remove what dead saves left."""
-        exempt = self.exempt
+        exempt: Callable[[], set[int]] = self.exempt
         if self._second is not None and keeper is self._second.keeper:
             exempt = await self._second.sparing(exempt, found, self._keeper.root)
         await keeper.sweep(quiet_s, exempt, found)
@@ -287,7 +287,7 @@ class Upkeep:
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
         called = [moments.save_id for _, moments in self._called]
-        removals = await keeper.plan(policy, self.exempt(), found, called=called, aside=True)
+        removals = await keeper.plan(policy, self.exempt(keeper), found, called=called, aside=True)
         if not self._is_told_of_metrics:  # everything is kept then
             self._is_told_of_metrics = warn_of_unmeasured(policy, keeper.known, keeper.root.path)
         going = list(removals.items())
@@ -315,7 +315,7 @@ class Upkeep:
             turn = self._turns[self._keeper]
             with contextlib.suppress(CheckpointError):  # `thin_out` tells of it
                 await self._second.precede(step, self._keeper, self.exempt, turn)
-        if step not in self.exempt() and not self._is_in_a_hurry():
+        if step not in self.exempt(keeper) and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
                 return without_frames(removal.error)
@@ -330,24 +330,25 @@ class Upkeep:
         """Whether what time is left belongs to the last save, which is not committed yet."""
         return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
 
-    def exempt(self) -> set[int]:
-        """Name the steps that stay: being written, copied or read here, or needed.
+    def exempt(self, keeper: Keeper | None = None) -> set[int]:
+        """Name the steps that stay on a tier (the first): written, copied or read here, or needed.
 
         One that ends is the last one at once: between the two, a removal could look for it.
         """
-        stays = self.under_way()
-        needed = self._needed()
-        return stays if needed is None else stays | {needed}
+        return self.under_way() | self._needed(keeper or self._keeper)
 
-    def _needed(self) -> int | None:
-        """Give what this run would go on from: what it saved last, or else what it loaded last."""
-        last = self._last()
-        return self._loaded if last is None else last
+    def _needed(self, keeper: Keeper) -> set[int]:
+        """Name what this run saved last that is on a tier, or else all that it loaded."""
+        last = self._last(is_copied=keeper is not self._keeper)
+        return set(self._loaded) if last is None else {last}
 
-    def _last(self) -> int | None:
-        """Give the committed step whose save was called last; `None` if none was saved here."""
-        committed = (step for step, moments in reversed(self._called) if _is_committed(moments))
-        return next(committed, None)
+    def _last(self, *, is_copied: bool = False) -> int | None:
+        """Give the step whose save was called last of those that were committed, or copied."""
+        for step, each in reversed(self._called):
+            moment = each.durable if is_copied else each.committed
+            if moment.done() and moment.error() is None:
+                return step
+        return None
 
     def under_way(self) -> set[int]:
         """Name the steps that are being written, copied or read here."""
@@ -365,7 +366,7 @@ class Upkeep:
             self.busy[time] = step
             yield
             if is_load:
-                self._loaded = step
+                self._loaded.add(step)
         finally:
             self.busy.pop(time, None)
 

@@ -617,6 +617,55 @@ def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path
     assert committed_steps(far)[-1] == 5
 
 
+def test_all_that_a_run_has_loaded_stay_on_a_full_disk(tmp_path: Path) -> None:
+    """It goes on from the first of them, and has looked at another one; which, nobody knows."""
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "pwrite" and step_name(5) in operation.path:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def scenario() -> None:
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            await save_steps(engine, tmp_path, 4)
+            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+                await ckpt.load(step=1)
+                await ckpt.load(step=3)
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 5), 5)
+                await asyncio.sleep(10)
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == [1, 3, 4]
+
+
+def test_what_a_run_went_back_to_stays_on_the_second_tier_until_a_copy_is_there(
+    tmp_path: Path,
+) -> None:
+    """The first tier is another machine's by then: with that, all that is good would be lost."""
+    far, is_full = tmp_path / "far", True
+
+    def fail(operation: Operation) -> None:
+        if is_full and operation.kind == "pwrite" and f"{far / step_name(6)}/" in operation.path:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def scenario() -> None:
+        nonlocal is_full
+        async with engines(1, files=RecordingFiles(fail)) as (engine,):
+            await save_steps(engine, tmp_path / "lost", 5, then=far)
+            options = {"then": far, "keep": KeepLast(2)}
+            async with checkpointer_on(engine, tmp_path / "near", **options) as ckpt:
+                await ckpt.load(step=2)
+                with pytest.raises(StorageError, match="no room"):
+                    await ckpt.save(filled_state(SIZES, 6), 6).durable
+                await asyncio.sleep(10)
+                assert committed_steps(far) == [2, 4, 5]
+                is_full = False
+                await ckpt.save(filled_state(SIZES, 7), 7).durable
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(far) in ([5, 7], [5, 6, 7])  # a copy that comes late is looked at later
+
+
 def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path) -> None:
     """A run with `keep_local=` takes over from one without: nothing else may go there."""
     near, far = tmp_path / "near", tmp_path / "far"
