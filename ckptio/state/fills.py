@@ -364,13 +364,21 @@ def names_of(fqn: str, target: Any) -> list[str]:
     An empty dict has no name: torch.distributed.checkpoint keeps none, and there is nothing in
     it to be missing.
     """
+    return [name for name, _ in leaves_in(fqn, target)]
+
+
+def leaves_in(fqn: str, target: Any) -> Iterator[tuple[str, Any]]:
+    """Give everything in a value of a target that is no container, and its name."""
     if isinstance(target, PerRank):
-        return names_of(fqn, target.value)
-    if isinstance(target, dict):
-        return [n for k, v in target.items() for n in names_of(join_fqn(fqn, k), v)]
-    if isinstance(target, (list, tuple)) and target:
-        return [n for i, v in enumerate(target) for n in names_of(join_fqn(fqn, i), v)]
-    return [fqn]
+        yield from leaves_in(fqn, target.value)
+    elif isinstance(target, dict):
+        for key, value in target.items():
+            yield from leaves_in(join_fqn(fqn, key), value)
+    elif isinstance(target, (list, tuple)) and target:
+        for i, value in enumerate(target):
+            yield from leaves_in(join_fqn(fqn, i), value)
+    else:
+        yield fqn, target
 
 
 def _is_plain(value: Any) -> bool:

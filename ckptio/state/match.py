@@ -12,7 +12,7 @@ from ckptio.errors import TargetError
 from ckptio.format.decode import class_names_in
 from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank
-from ckptio.state.fills import Match, names_of
+from ckptio.state.fills import Match, leaves_in
 from ckptio.state.handed import is_of_torch
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.prune import prune_at
@@ -136,9 +136,7 @@ class Noted:
 
         The name of a container says nothing: who leaves out what is below it may accept that.
         """
-        if self._keep is None or any(
-            [self._keep(name) for name in names_of(fqn, target)] + names_kept(fqn, node, self._keep)
-        ):
+        if self._kept_in(fqn, target) or names_kept(fqn, node, self._keep):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
             if isinstance(target, torch.Tensor):
                 self.match.unfit.append(target)
@@ -148,19 +146,28 @@ class Noted:
         if is_kept and isinstance(target, PerRank):
             self.match.kept.append(fqn)
             return
-        names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
-        if names and self._leaves_out(fqn, target):
-            return
-        self.match.missing += names or self._members_kept(fqn, target)
+        self.match.missing += self._kept_in(fqn, target)
 
-    def _members_kept(self, fqn: str, target: Any) -> list[str]:
+    def _kept_in(self, fqn: str, target: Any) -> list[str]:
+        """Name what is to be loaded of a value that the checkpoint lacks, or has as another one."""
+        kept: list[str] = []
+        for name, each in leaves_in(fqn, target):
+            if self._keep is not None and not self._keep(name):
+                kept += self._members_kept(name, each, is_absent=True)
+            elif not self._leaves_out(name, each):
+                kept.append(name)
+        return kept
+
+    def _members_kept(self, fqn: str, target: Any, *, is_absent: bool = False) -> list[str]:
         """Name what is to be loaded of a module, where less than all of it is.
 
-        It is not asked for its state: of some, all ranks have to do that.
+        It is not asked for its state: of some, all ranks have to do that. So what it leaves out is
+        not known, but where the checkpoint has some of it: of one that is absent, all is missing.
         """
         if self._keep is None or not isinstance(target, torch.nn.Module):
             return []
-        return [name for name in _members_of(fqn, target)[0] if self._keep(name)]
+        names, _ = _members_of(fqn, target, is_guessed=is_absent)
+        return [name for name in names if self._keep(name)]
 
     def _leaves_out(self, fqn: str, target: Any) -> bool:
         """Whether a selection accepts a module's name, and nothing that is in it.
@@ -191,10 +198,17 @@ class Noted:
         return self._keep is None or bool(names_kept(fqn, node, self._keep))
 
 
-def _members_of(fqn: str, module: torch.nn.Module) -> tuple[list[str], bool]:
-    """Name the parameters of a module, and its buffers that are stored, where torch gives them.
+def _members_of(
+    fqn: str, module: torch.nn.Module, *, is_guessed: bool = False
+) -> tuple[list[str], bool]:
+    """Name the parameters of a module, and what else is stored of it, where torch gives that.
 
     No method is called: who overrides `named_parameters` may take other arguments.
+
+    Args:
+        fqn: Its name.
+        module: It.
+        is_guessed: Whether to name what is in the other parts, too, as if torch gave it.
 
     Returns:
         The names, and whether these are all. What a part that gives its state in its own way has
@@ -206,11 +220,14 @@ def _members_of(fqn: str, module: torch.nn.Module) -> tuple[list[str], bool]:
         place, part = ahead.pop(0)
         if not _gives_all(part):
             is_whole = False
-            continue
+            if not is_guessed:
+                continue
         # what torch's own state_dict() goes by
         held, left = {**part._parameters, **part._buffers}, part._non_persistent_buffers_set  # noqa: SLF001
         found = (name for name, each in held.items() if each is not None and name not in left)
         names.update(dict.fromkeys(join_fqn(place, name) for name in found))
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            names[join_fqn(place, "_extra_state")] = None
         below = part._modules.items()  # noqa: SLF001  # as above
         ahead[:0] = [(join_fqn(place, name), each) for name, each in below if each is not None]
     return [*names], is_whole

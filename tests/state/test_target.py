@@ -476,6 +476,53 @@ def test_a_module_of_which_a_function_takes_nothing_is_not_missing(saved: dict[s
     assert not match_of(saved, target, ["a", "b"]).agrees
 
 
+def hooked_linear() -> torch.nn.Module:
+    """A module whose state a hook of others has looked at."""
+    module = torch.nn.Linear(2, 2)
+    module.register_state_dict_post_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("saved", [{}, {"a": 1}, {"a": zeros(1)}])
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), hooked_linear])
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda module: {"x": module}, "a.x"),
+        (lambda module: [zeros(1), module], "a.1"),
+        (lambda module: ({"x": module},), "a.0.x"),
+    ],
+)
+def test_a_module_within_what_is_not_stored_does_not_stay_as_it_is_without_a_word(
+    saved: dict[str, Any], make: Any, wrap: Any, name: str
+) -> None:
+    """Its parts are selected by their own names, whatever it is in, and whatever hooks it has."""
+    saved, target = {**saved, "b.weight": zeros(1)}, {"a": wrap(make()), "b.weight": zeros(1)}
+    match = match_of(saved, target, "*.weight")
+    assert not match.agrees
+    assert match.missing == ([] if "a" in saved else [f"{name}.weight"])
+    assert match_of(saved, target, "b").agrees
+
+
+def test_a_module_that_is_not_stored_is_missing_whatever_hooks_it_has() -> None:
+    """What it leaves out of its state is seen where there is some of it, and else unknown."""
+    saved, target = {"b.weight": zeros(1)}, {"a": hooked_linear(), "b.weight": zeros(1)}
+    assert match_of(saved, target, "*.weight").missing == ["a.weight"]
+
+
+def test_a_module_is_missing_where_its_extra_state_alone_is_selected() -> None:
+    """It is stored as the tensors are, under a name of its own."""
+
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"num_calls": 1}
+
+    saved, target = {"b": zeros(1)}, {"a": torch.nn.Sequential(Counting(2, 2)), "b": zeros(1)}
+    for select in ("*_extra_state", lambda name: name == "a" or name.endswith("_extra_state")):
+        assert not match_of(saved, target, select).agrees
+    assert match_of(saved, target, "*_extra_state").missing == ["a.0._extra_state"]
+
+
 def test_what_a_module_leaves_out_of_its_state_is_not_missing() -> None:
     """One that gives its adapters alone, by a method or a hook, has no other names."""
 
