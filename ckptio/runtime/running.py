@@ -163,7 +163,7 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
             ended.release()
 
     def begin_and_wait() -> None:
-        _begin_daemon(run, name)
+        _begin(run, name)
         while not errors:
             ended.acquire()
 
@@ -179,23 +179,41 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
         raise errors[0]
 
 
-def _begin_daemon(run: Callable[[], None], name: str) -> None:
+def _begin(run: Callable[[], None], name: str) -> None:
     """Have a function run on a daemon thread; here where none begins, as the interpreter ends.
 
     What an interrupt leaves of a `Thread` that is being started may never run, or raise
     `RuntimeError` as well. None comes to a thread that another one starts.
     """
-
-    def launch() -> None:
-        try:
-            threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:  # the limit of threads is reached
-            run()
-
     try:
-        start_new_thread(launch, ())
+        start_new_thread(_launch, (run, name, True))
     except RuntimeError:
         run()
+
+
+def _launch(run: Callable[[], None], name: str, is_daemon: bool) -> None:  # noqa: FBT001  # given as they stand
+    try:
+        threading.Thread(target=run, name=name, daemon=is_daemon).start()
+    except RuntimeError:  # the limit of threads is reached
+        run()
+
+
+def run_aside(function: Callable[[], None], name: str) -> None:
+    """Run `function` on a thread of its own, and wait for nothing: what a finalizer may do.
+
+    Garbage is collected wherever something is allocated, on a thread that may hold any lock: that
+    of all thread pools, say. Who waits there for another thread may wait for itself.
+
+    Args:
+        function: What to run. The end of the program waits for it; behind that, where no thread
+            begins, it is run here; at the limit of threads, not at all.
+        name: Of the thread.
+    """
+    if not threading.main_thread().is_alive():
+        function()
+        return
+    with contextlib.suppress(RuntimeError):
+        start_new_thread(_launch, (function, name, False))
 
 
 def at_exit(method: Callable[[], object]) -> Callable[[], object]:

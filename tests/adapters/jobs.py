@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import warnings
+import weakref
 from concurrent.futures import Future
 from multiprocessing import resource_sharer
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, MiB
-from tests.adapters.rig import Reads, large_blocks
+from tests.adapters.rig import Reads, end_garbage, large_blocks
 from tests.ranks.jobs.work import Layout, check_same, config, local_of, process_group, sums
 from tests.rig import names_in
 
@@ -165,7 +166,7 @@ def fail_on_one_rank(me: Me, path: str, phase: str) -> list[str]:
         except CheckpointException as error:
             said = str([(rank, repr(cause)) for rank, (cause, _) in error.failures.items()])
         del ours
-        gc.collect()
+        end_garbage(lambda: names_in(path) == before)
         dist.barrier()
         assert names_in(path) == before
         target = layout.state(seed=None)
@@ -187,8 +188,9 @@ def fail_at_url(me: Me, path: str, phase: str, options: Any) -> str:
         except CheckpointException as error:
             said = str([(rank, repr(cause)) for rank, (cause, _) in error.failures.items()])
         dist.barrier()  # the other rank has removed its own by now
+        left = weakref.ref(ours._save)
         del ours
-        gc.collect()
+        end_garbage(lambda: left() is None)
         dist.barrier()
         target = layout.state(seed=None)
         load({"model": target}, storage_reader=reader(path, options))

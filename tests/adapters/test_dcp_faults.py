@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import gc
 import os
 import pickle
 import subprocess
@@ -35,6 +34,7 @@ from tests.adapters.rig import (
     Reads,
     blank,
     cause,
+    end_garbage,
     large_blocks,
     load,
     same,
@@ -169,12 +169,13 @@ def test_a_save_that_dcp_gives_up_elsewhere_is_removed(tmp_path: Path) -> None:
     assert names_in(path) != []
     save(state_of(2.0), storage_writer=writer)
     assert_tidy(path)
+    before = names_in(path)
     give_up(writer)
     writer.reset()
     assert_tidy(path)
     give_up(writer)
     del writer
-    gc.collect()
+    end_garbage(lambda: names_in(path) == before)
     assert_tidy(path)
     assert same(ckptio.sync.load(path), state_of(2.0))
 

@@ -37,6 +37,7 @@ from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.moments import SaveMoments
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.running import run_aside
 from ckptio.runtime.solo import solo_engine
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import SourceState
@@ -321,6 +322,14 @@ class RankSave:
 
         May be called again: other ranks may not have ended at the first time.
         """
-        if self._leads and self._pid == os.getpid():
+        if self._is_left():
             with contextlib.suppress(Exception):  # what stays is removed by a later save
                 self._place.abandon()
+
+    def abandon_aside(self) -> None:
+        """Do so on a thread of its own. Waits for nothing: the writer is garbage."""
+        if self._is_left():
+            run_aside(self.abandon, "ckptio-dcp")
+
+    def _is_left(self) -> bool:
+        return self._leads and self._pid == os.getpid()

@@ -216,7 +216,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         save = self._under_way()
         tickets = save.begin(len(plans))
         # who saves and fails on another rank does not tell: then this is what is left to do
-        self._last_will = weakref.finalize(self, save.abandon)
+        self._last_will = weakref.finalize(self, save.abandon_aside)
         return [
             dataclasses.replace(plan, storage_data=ticket)
             for plan, ticket in zip(plans, tickets, strict=True)
@@ -259,9 +259,9 @@ class StorageWriter(dcp.StorageWriter, _Stager):
     def _end(self) -> None:
         """Be through with a save; remove what it left if it was not committed."""
         will, self._last_will = self._last_will, None
-        self._save = None
-        if will is not None:
-            will()
+        save, self._save = self._save, None
+        if will is not None and will.detach() is not None and save is not None:
+            save.abandon()
 
 
 def place_of_rank(path: str, rank: int) -> str:
