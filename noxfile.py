@@ -18,7 +18,9 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+#: One more than there are cores: a test that has started processes waits for them.
+WORKERS = min(4, (os.cpu_count() or 1) + 1)
+SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile")
 #: Hundreds of processes of the tests import the package: each would compile it where a machine
 #: says that nobody is to keep what was compiled.
 CACHED = {"PYTHONDONTWRITEBYTECODE": None}
@@ -29,18 +31,29 @@ CEPH_INSTALL = (
 )
 
 
-def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: str = TORCH) -> None:
-    """Install torch, then the package with extras, and dependency groups."""
-    session.install(torch)
+def install(
+    session: nox.Session,
+    *groups: str,
+    extras: str = "cli,s3",
+    torch: str = TORCH,
+    compiles: bool = True,
+) -> None:
+    """Install torch, then the package with extras, and dependency groups.
+
+    Where what is run is `CACHED`, nothing need be compiled before: that takes a minute, and a
+    fifth of the modules is imported.
+    """
+    options = () if compiles else ("--no-compile",)
+    session.install(*options, torch)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
     # torch is named again, or pip takes a later one where it does not fit what others ask for
-    session.install("-e", f".[{extras}]", torch, *needed)
+    session.install("-e", f".[{extras}]", torch, *needed, *options)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
-    install(session, "tests", "clouds")
+    install(session, "tests", "clouds", compiles=False)
     marks = ("-m", "not stress and not real_s3")
     session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *marks, *session.posargs, env=CACHED)
 
@@ -73,7 +86,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def beside(session: nox.Session) -> None:
     """Do what `types` and `real_s3` do in one environment, as the gates do beside the tests."""
-    install(session, "types", "tests", "real_s3")
+    install(session, "types", "tests", "real_s3", compiles=False)
     check_types(session)
     need_ceph(session)
     run_real_s3(session)
