@@ -24,7 +24,9 @@ from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_integers
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
+from ckptio.state.records import fields_of, record_tag
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
+from ckptio.state.stateful import is_stateful
 from ckptio.state.wrappers import is_wrapper, wrapper_in
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.sharded import Block
     from ckptio.state.taken import Taken
+    from ckptio.state.tree import Predicate
 
 
 @dataclass(slots=True, eq=False)
@@ -359,26 +362,37 @@ def _class_and_parts(target: Any) -> tuple[type | None, Iterable[Any]]:
 
 
 def names_of(fqn: str, target: Any) -> list[str]:
-    """Name everything in a value of a target that is no container.
-
-    An empty dict has no name: torch.distributed.checkpoint keeps none, and there is nothing in
-    it to be missing.
-    """
+    """Name everything in a value of a target that is no container."""
     return [name for name, _ in leaves_in(fqn, target)]
 
 
-def leaves_in(fqn: str, target: Any) -> Iterator[tuple[str, Any]]:
-    """Give everything in a value of a target that is no container, and its name."""
+def leaves_in(fqn: str, target: Any, takes: Predicate | None = None) -> Iterator[tuple[str, Any]]:
+    """Give everything in a value of a target that is no container, and its name.
+
+    An empty dict has no name: torch.distributed.checkpoint keeps none, and there is nothing in
+    it to be missing.
+
+    Args:
+        fqn: Its name.
+        target: The value.
+        takes: Accepts names; a dataclass whose own is not among them is given by its fields.
+    """
     if isinstance(target, PerRank):
-        yield from leaves_in(fqn, target.value)
-    elif isinstance(target, dict):
-        for key, value in target.items():
-            yield from leaves_in(join_fqn(fqn, key), value)
+        yield from leaves_in(fqn, target.value, takes)
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(target, dict):
+        items = target.items()
     elif isinstance(target, (list, tuple)) and target:
-        for i, value in enumerate(target):
-            yield from leaves_in(join_fqn(fqn, i), value)
+        is_named = record_tag(target) is not None
+        items = fields_of(target).items() if is_named else enumerate(target)
+    elif takes is not None and not takes(fqn) and record_tag(target) and not is_stateful(target):
+        items = fields_of(target).items()
     else:
         yield fqn, target
+        return
+    for key, value in items:
+        yield from leaves_in(join_fqn(fqn, key), value, takes)
 
 
 def _is_plain(value: Any) -> bool:

@@ -151,7 +151,7 @@ class Noted:
     def _kept_in(self, fqn: str, target: Any) -> list[str]:
         """Name what is to be loaded of a value that the checkpoint lacks, or has as another one."""
         kept: list[str] = []
-        for name, each in leaves_in(fqn, target):
+        for name, each in leaves_in(fqn, target, self._keep):
             if self._keep is not None and not self._keep(name):
                 kept += self._members_kept(name, each, is_absent=True)
             elif not self._leaves_out(name, each):

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
 from collections import Counter, OrderedDict, UserDict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -476,6 +477,16 @@ def test_a_module_of_which_a_function_takes_nothing_is_not_missing(saved: dict[s
     assert not match_of(saved, target, ["a", "b"]).agrees
 
 
+@dataclasses.dataclass
+class Nets:
+    net: Any
+
+
+class Pair(NamedTuple):
+    net: Any
+    others: Any
+
+
 def hooked_linear() -> torch.nn.Module:
     """A module whose state a hook of others has looked at."""
     module = torch.nn.Linear(2, 2)
@@ -491,6 +502,8 @@ def hooked_linear() -> torch.nn.Module:
         (lambda module: {"x": module}, "a.x"),
         (lambda module: [zeros(1), module], "a.1"),
         (lambda module: ({"x": module},), "a.0.x"),
+        (Nets, "a.net"),
+        (lambda module: Pair(module, [Nets(1)]), "a.net"),
     ],
 )
 def test_a_module_within_what_is_not_stored_does_not_stay_as_it_is_without_a_word(
