@@ -177,12 +177,12 @@ class Upkeep:
     async def _take_up(self, second: SecondTier, path: str) -> None:
         """Make what earlier runs owed, and let go of what is not kept of it.
 
-        Not before a step of this run is committed: which one it is about to load, nobody knows.
+        On no tier before a step of this run is there: which one it is about to load, nobody knows.
         """
         await second.take_up(path)
-        if self._last() is not None:
-            await self._tidy(second.keeper, is_after_save=True)
-            await self._tidy(self._keeper, is_after_save=True)
+        for keeper in (second.keeper, self._keeper):
+            if self._last(is_copied=keeper is second.keeper) is not None:
+                await self._tidy(keeper, is_after_save=True)
 
     async def _pass(self, moments: SaveMoments | None) -> None:
         if moments is not None and not await moments.committed.ended():

@@ -44,9 +44,8 @@ def save(checkpointer, step):
 
 def save_until_full(checkpointer, step):
     try:
-        while True:
+        for step in range(step, step + 20):
             save(checkpointer, step)
-            step += 1
     except ckptio.StorageError as error:
         assert error.errno == errno.ENOSPC, error
     return step

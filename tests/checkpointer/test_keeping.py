@@ -18,6 +18,7 @@ from ckptio import CheckpointError, KeepIf, KeepLast, SaveAbortedError
 from ckptio._aio import Threads, outlive
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
+from ckptio.checkpointer.tiers import SecondTier
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed, RetentionFailed
 from ckptio.storage.root import LocalRoot
@@ -664,6 +665,39 @@ def test_what_a_run_went_back_to_stays_on_the_second_tier_until_a_copy_is_there(
 
     run_virtual(scenario(), seed=0)
     assert committed_steps(far) in ([5, 7], [5, 6, 7])  # a copy that comes late is looked at later
+
+
+def test_the_second_tier_stays_as_it_is_until_a_copy_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what earlier runs owed is made just as a save of this one is committed."""
+    far, seen = tmp_path / "far", []
+
+    def look(operation: Operation) -> None:
+        if operation.kind == "pwrite" and f"{far / step_name(4)}/" in operation.path:
+            seen.append(committed_steps(far))
+
+    async def scenario() -> None:
+        is_committed = asyncio.Event()
+
+        async def take_up(_: SecondTier, root: str) -> None:
+            del root
+            await is_committed.wait()
+
+        async with engines(1, files=RecordingFiles(look)) as (engine,):
+            await save_steps(engine, tmp_path / "lost", 3, then=far)
+            monkeypatch.setattr(SecondTier, "take_up", take_up)
+            options = {"then": far, "keep": KeepLast(1)}
+            async with checkpointer_on(engine, tmp_path / "near", **options) as ckpt:
+                save = ckpt.save(filled_state(SIZES, 4), 4)
+                await save
+                is_committed.set()
+                await save.durable
+
+    run_virtual(scenario(), seed=0)
+    assert seen
+    assert all(steps == [1, 2, 3] for steps in seen)
+    assert committed_steps(far) == [4]
 
 
 def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path) -> None:
