@@ -7,15 +7,16 @@ of which one serves several stores. An option may be a mapping, too (`client_kwa
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Collection, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from ckptio.errors import ConfigError
 
-#: Entry points of packages that open stores; see `stores.Backend`.
-ENTRY_POINTS = "ckptio.backends"
+_ENTRY_POINTS = "ckptio.backends"
 #: Names of one file system.
 _ALIASES = (("s3", "s3a"), ("gs", "gcs"), ("az", "abfs", "abfss"), ("sftp", "ssh"))
 #: How Python says that a function has no such parameter.
@@ -72,6 +73,22 @@ def options_for(storage_options: Mapping[str, Any], protocol: str) -> Mapping[st
     return own
 
 
+def other_backends() -> EntryPoints:
+    """Give the entry points of packages that open stores; see `stores.Backend`.
+
+    They are looked for once, as fsspec does with its own: the metadata of all that is installed
+    are read for that, which took 13 ms or more of the engine's loop for each checkpoint.
+    """
+    return _found(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _found(path: tuple[str, ...]) -> EntryPoints:
+    """Look for entry points, anew where the path to modules is another one."""
+    del path
+    return entry_points(group=_ENTRY_POINTS)
+
+
 def _names_of(protocol: str) -> tuple[str, ...]:
     """Give a protocol, and what else it is called."""
     return next((names for names in _ALIASES if protocol in names), (protocol,))
@@ -81,6 +98,6 @@ def _protocols(protocol: str) -> set[str]:
     """Name the protocols there are, that of a URL among them."""
     import fsspec  # noqa: PLC0415  # 50 ms that who gives no mapping does not need
 
-    ours = {entry.name for entry in entry_points(group=ENTRY_POINTS)}
+    ours = {entry.name for entry in other_backends()}
     aliases = {name for names in _ALIASES for name in names}
     return {*fsspec.available_protocols(), *ours, *aliases, protocol}

@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError, StorageError
 from ckptio.storage.keys import shown_url, split_query
-from ckptio.storage.options import ENTRY_POINTS, options_for
+from ckptio.storage.options import options_for, other_backends
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import StoreError
 
@@ -242,7 +241,7 @@ def find_backend(protocol: str, config: CheckpointConfig) -> Backend:
     Raises:
         ConfigError: Nobody does.
     """
-    for entry in entry_points(group=ENTRY_POINTS, name=protocol):
+    for entry in other_backends().select(name=protocol):
         return _loaded(entry)
     if protocol in _S3:
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptio._aio import Threads
 from ckptio.errors import StorageError
+from ckptio.storage import options
 from ckptio.storage.stores import OpenStore, Stores
 from ckptio.testing import MemoryBackend, MemoryStore, run_virtual
 from tests.rig import config_with
@@ -84,3 +87,21 @@ def test_a_store_that_cannot_be_closed_keeps_no_other_open(
 
     for number in range(3):
         run_virtual(scenario(number), seed=0)
+
+
+def test_what_is_installed_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each checkpoint: there may be hundreds of packages, and of steps."""
+    looked: list[str] = []
+
+    def look(*, group: str) -> importlib.metadata.EntryPoints:
+        looked.append(group)
+        return importlib.metadata.entry_points(group=group)
+
+    monkeypatch.setattr(options, "entry_points", look)
+    monkeypatch.syspath_prepend("nowhere")
+    config = config_with(storage_options={"memory": {"use_listings_cache": False}})
+    with Threads(1, "test") as threads:
+        stores = Stores(config, threads)
+        for step in range(3):
+            stores.at(f"memory://run/step-{step}")
+    assert looked == ["ckptio.backends"]
