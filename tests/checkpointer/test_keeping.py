@@ -587,6 +587,42 @@ def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
     assert committed_steps(tmp_path) == ([1, 2, 3, 4] if loaded is None else [4, 5])
 
 
+def test_a_sweep_of_a_full_disk_does_not_put_off_the_regular_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds less: where nobody knows how long nothing was written, it guesses nothing."""
+    began: list[tuple[float, float]] = []
+    is_full, start_s = False, 0.0
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "pwrite" and is_full:
+            raise OSError(errno.ENOSPC, "no room")
+
+    async def sweep(_: Keeper, quiet_s: float, *others: Any) -> None:
+        del others
+        began.append((round(asyncio.get_running_loop().time() - start_s, -1), quiet_s))
+
+    async def scenario() -> None:
+        nonlocal is_full, start_s
+        start_s = asyncio.get_running_loop().time()
+        async with (
+            engines(1, files=RecordingFiles(fail)) as (engine,),
+            checkpointer_on(engine, tmp_path, sweep_after_s=1000) as ckpt,
+        ):
+            await ckpt.save(filled_state(SIZES, 1), 1)
+            await asyncio.sleep(900)
+            is_full = True
+            with pytest.raises(StorageError, match="no room"):
+                await ckpt.save(filled_state(SIZES, 2), 2)
+            await asyncio.sleep(200)
+            is_full = False
+            await ckpt.save(filled_state(SIZES, 3), 3)
+
+    monkeypatch.setattr(Keeper, "sweep", sweep)
+    run_virtual(scenario(), seed=0)
+    assert began == [(0, 1000), (900, 0), (1100, 1000)]
+
+
 def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path) -> None:
     """Else no copy has room for good, and the first tier keeps every step, as its copy is owed."""
     near, far = tmp_path / "near", tmp_path / "far"
