@@ -186,14 +186,14 @@ def _begin(run: Callable[[], None], name: str) -> None:
     `RuntimeError` as well. None comes to a thread that another one starts.
     """
     try:
-        start_new_thread(_launch, (run, name, True))
+        start_new_thread(_launch, (run, name))
     except RuntimeError:
         run()
 
 
-def _launch(run: Callable[[], None], name: str, is_daemon: bool) -> None:  # noqa: FBT001  # given as they stand
+def _launch(run: Callable[[], None], name: str) -> None:
     try:
-        threading.Thread(target=run, name=name, daemon=is_daemon).start()
+        threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError:  # the limit of threads is reached
         run()
 
@@ -212,8 +212,33 @@ def run_aside(function: Callable[[], None], name: str) -> None:
     if not threading.main_thread().is_alive():
         function()
         return
-    with contextlib.suppress(RuntimeError):
-        start_new_thread(_launch, (function, name, False))
+    ended = threading.Lock()
+    ended.acquire()
+    _ASIDE.add(ended)
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            _ASIDE.discard(ended)
+            ended.release()
+
+    try:
+        start_new_thread(_launch, (run, name))
+    except RuntimeError:
+        _ASIDE.discard(ended)
+
+
+#: What is run aside: a lock of each that is released when it has ended. A forked child has none.
+_ASIDE: set[threading.Lock] = set()
+os.register_at_fork(after_in_child=_ASIDE.clear)
+
+
+@atexit.register
+def _end_aside() -> None:
+    """Wait for what is run aside: `threading` waits for threads that it has begun by then."""
+    for ended in list(_ASIDE):
+        ended.acquire()
 
 
 def at_exit(method: Callable[[], object]) -> Callable[[], object]:

@@ -180,6 +180,26 @@ def test_a_save_that_dcp_gives_up_elsewhere_is_removed(tmp_path: Path) -> None:
     assert same(ckptio.sync.load(path), state_of(2.0))
 
 
+DROPPED = """
+import gc, sys
+from ckptio.adapters.dcp import StorageWriter
+from tests.adapters.test_dcp_objects import give_up
+writer = StorageWriter(sys.argv[1])
+give_up(writer)
+circle = [writer]
+circle.append(circle)
+del writer, circle
+gc.collect()
+"""
+
+
+def test_a_program_that_ends_removes_what_a_dropped_writer_left(tmp_path: Path) -> None:
+    """The thread that does so has not begun when the last line has run."""
+    program = [sys.executable, "-W", "ignore", "-c", DROPPED, str(tmp_path / "c")]
+    subprocess.run(program, check=True, timeout=60)
+    assert not (tmp_path / "c").exists() or names_in(tmp_path / "c") == []
+
+
 def flip(path: Path, position: int = -100) -> str:
     """Flip one bit of a tensor in the largest file of a checkpoint."""
     file = max(path.glob("data-*"), key=lambda file: file.stat().st_size)
