@@ -40,8 +40,8 @@ def install(
 ) -> None:
     """Install torch, then the package with extras, and dependency groups.
 
-    Where what is run is `CACHED`, nothing need be compiled before: that takes a minute, and a
-    fifth of the modules is imported.
+    Where what is run is `CACHED`, nothing need be compiled before: that takes a minute, and less
+    than a third of the modules is imported.
     """
     options = () if compiles else ("--no-compile",)
     session.install(*options, torch)

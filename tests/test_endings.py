@@ -110,6 +110,19 @@ with ckptio.sync.Engine(observer=hold) as engine:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 """
+ASIDE_IN_PARENT = """
+import os, signal, sys, threading
+from ckptio.runtime.running import run_aside
+go_on = threading.Event()
+run_aside(go_on.wait, "aside")
+pid = os.fork()
+if not pid:
+    signal.alarm(20)
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+go_on.set()
+assert status == 0, status
+"""
 LEFT_OPEN = """
 import sys, torch, ckptio.sync
 ckpt = ckptio.sync.Checkpointer(sys.argv[1]).__enter__()
@@ -363,6 +376,12 @@ def test_children_end_by_the_signals_that_announce_the_end_of_the_run(tmp_path: 
 def test_a_save_of_the_parent_is_not_waited_for_in_a_child(tmp_path: Path) -> None:
     """Nobody would tell it there; one that has ended says how."""
     done = run_program(WAIT_IN_CHILD, tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_parent_runs_aside_is_not_waited_for_in_a_child() -> None:
+    """The thread is the parent's, which waits for it as it ends."""
+    done = run_program(ASIDE_IN_PARENT)
     assert done.returncode == 0, done.stderr
 
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What is run aside: a lock of each that is released when it has ended. A forked child has none.
+_ASIDE: set[threading.Lock] = set()
+os.register_at_fork(after_in_child=_ASIDE.clear)
+
 
 class Running(Generic[T]):
     """A coroutine under way on an engine's loop.
@@ -227,11 +231,6 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         start_new_thread(_launch, (run, name))
     except RuntimeError:
         _ASIDE.discard(ended)
-
-
-#: What is run aside: a lock of each that is released when it has ended. A forked child has none.
-_ASIDE: set[threading.Lock] = set()
-os.register_at_fork(after_in_child=_ASIDE.clear)
 
 
 @atexit.register

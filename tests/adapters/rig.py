@@ -6,7 +6,6 @@ import contextlib
 import gc
 import resource
 import threading
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +16,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptio import events
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, KiB
+from ckptio.runtime import running
 from tests.conftest import let_end
 from tests.foreign.rig import NO_DIST
 from tests.rig import config_with
 from tests.strategies import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
 
 #: Small blocks, nothing synced.
 QUICK = config_with(durability="none")
-_END_S = 20.0
-_LOOK_S = 0.01
 
 
 def save(state: dict[str, Any], path: Path | str | None = None, **options: Any) -> Metadata:
@@ -60,12 +58,10 @@ def _without_groups() -> Iterator[None]:
         yield
 
 
-def end_garbage(is_tidy: Callable[[], bool]) -> None:
+def end_garbage() -> None:
     """Collect writers that nobody has, and wait until what they left is removed, on a thread."""
     gc.collect()
-    end_s = time.monotonic() + _END_S
-    while not is_tidy() and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
+    running._end_aside()
     let_end({thread for thread in threading.enumerate() if thread.name == "ckptio-dcp"})
 
 

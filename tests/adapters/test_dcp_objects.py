@@ -181,10 +181,9 @@ def test_a_save_that_dcp_gives_up_elsewhere_is_removed(place: Place) -> None:
     give_up(writer)
     writer.reset()
     place.assert_tidy()
-    before = place.names()
     give_up(writer)
     del writer
-    end_garbage(lambda: place.names() == before)
+    end_garbage()
     place.assert_tidy()
     assert same(place.load(), state_of(3.0))
 
@@ -300,7 +299,7 @@ def test_a_writer_that_is_garbage_waits_for_nothing(monkeypatch: pytest.MonkeyPa
     with SlowFileSystem.lock:
         del writer, circle
         gc.collect()
-    end_garbage(lambda: not SlowFileSystem.store)
+    end_garbage()
     assert not SlowFileSystem.store
     assert not SlowFileSystem.late
 
