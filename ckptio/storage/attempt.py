@@ -34,6 +34,7 @@ from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
+from ckptio.storage.freeing import NO_ROOM, Freeing
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
@@ -54,9 +55,6 @@ if TYPE_CHECKING:
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.notes import LocalNote
-
-#: What a full disk, or a full share of it, answers.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LocalAttempt:
@@ -79,6 +77,7 @@ class LocalAttempt:
         self._save_id = save_id
         self._overwrite = overwrite
         self._files = files
+        self._remover: PosixFiles | Freeing = files
         self._config = config
         self._executor = executor
         self._emit = emit
@@ -106,7 +105,7 @@ class LocalAttempt:
             try:
                 locks = self._mark(marker)
             except OSError as error:
-                if error.errno not in _NO_ROOM or not self._make_room():
+                if error.errno not in NO_ROOM or not self._make_room():
                     raise
                 locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
@@ -194,8 +193,7 @@ class LocalAttempt:
 
     async def create(self, name: str, nbytes: int) -> BlockWriter:
         """Begin a data file; see `interface.Attempt`."""
-        path = self._path(name)
-        self._made_files.append(path)
+        self._made_files.append(path := self._path(name))
         writer = BlockWriter(
             self._files, path, nbytes, self._config, self._direct_refused, self._make_own_dir
         )
@@ -300,11 +298,12 @@ class LocalAttempt:
 
     def _clean_up(self) -> None:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
-        if self._name.replaced:
-            self._retire(self._name.replaced)
-        else:
-            self._try_remove(self._name.new)
-        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+        with Freeing(self._files, self._executor) as self._remover:
+            if self._name.replaced:
+                self._retire(self._name.replaced)
+            else:
+                self._try_remove(self._name.new)
+            self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
         self._drop_lock()
 
     def _retire(self, manifest: str) -> None:
@@ -340,9 +339,10 @@ class LocalAttempt:
         paths = dict.fromkeys((*copies, *reversed(self._made_files), *map(self._path, others)))
         kept = f"data-{self._save_id}-" if self._is_committed() else None
         marker = self._path(ATTEMPT_PREFIX + self._save_id)  # last: its lock keeps copies away
-        for path in sorted(paths, key=lambda path: path == marker):
-            if kept is None or not os.path.basename(path).startswith(kept):
-                self._try_remove(path)
+        with Freeing(self._files, self._executor) as self._remover:
+            for path in sorted(paths, key=lambda path: path == marker):
+                if kept is None or not os.path.basename(path).startswith(kept):
+                    self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it
@@ -375,15 +375,15 @@ class LocalAttempt:
 
     def _remove(self, names: Sequence[str]) -> bool:
         """Remove files by name, and say so. Whether there were any."""
-        removed = [name for name in names if self._try_remove(self._path(name))]
+        removed = tuple(name for name in names if self._try_remove(self._path(name)))
         if removed:
-            self._emit(LeftoversRemoved(path=self._directory, files=tuple(removed)))
+            self._emit(LeftoversRemoved(path=self._directory, files=removed))
         return bool(removed)
 
     def _try_remove(self, path: str) -> bool:
         """Remove a file; an event, not an error, if it stays."""
         try:
-            self._files.unlink(path)
+            self._remover.unlink(path)
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import linux
+from ckptio.storage.freeing import reserve
 from ckptio.storage.lending import Lender
 from ckptio.storage.obstacles import obstacle_in
 
@@ -213,7 +214,7 @@ class BlockWriter:
         self._fd = fd
         if self._direct and not self._is_aligned(fd):
             self._files.set_buffered(fd)
-        self._files.allocate(fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        reserve(self._files, fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
     def _is_aligned(self, fd: int) -> bool:
         """Whether pages are aligned enough for direct I/O here."""

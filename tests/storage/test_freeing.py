@@ -1,0 +1,187 @@
+"""What is freed behind the end of a save: the blocks of large files, as their names go at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.storage import freeing, linux
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.freeing import Freeing
+from tests.rig import (
+    SAVE_IDS,
+    committed,
+    contents_of,
+    fill_attempt,
+    names_in,
+    write_files,
+)
+from tests.storage.test_local import storage_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+OLD, NEW, NEWER = contents_of(A, 5000, 9000), contents_of(B, 10_000), contents_of(C, 7000)
+
+
+class Late(ThreadPoolExecutor):
+    """Threads that free nothing before they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.late: list[Callable[[], object]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if isinstance(getattr(function, "__self__", None), Freeing):
+            self.late.append(function)
+            return Future()
+        return super().submit(function, *args, **kwargs)
+
+    def free(self) -> None:
+        while self.late:
+            self.late.pop(0)()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """Data files are large, and on a disk of this host."""
+    monkeypatch.setattr(freeing, "_MIN_NBYTES", 5000)
+    monkeypatch.setattr(linux, "is_of_this_host", lambda _: True)
+    with Late() as executor:
+        yield executor
+        executor.free()
+
+
+def held() -> list[str]:
+    """Name the files that this process has open and that have no name any more."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # it was that of the list
+            continue
+        if "/data-" in path and path.endswith(" (deleted)"):
+            found.append(os.path.basename(path).removesuffix(" (deleted)"))
+    return sorted(found)
+
+
+async def test_a_save_does_not_wait_until_what_it_replaced_is_free(
+    tmp_path: Path, late: Late
+) -> None:
+    await write_files(storage_at(tmp_path / "c", late), A, OLD)
+    await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
+    assert held() == sorted(OLD)
+    late.free()
+    assert held() == []
+    assert committed(tmp_path / "c") == NEW
+
+
+async def test_nor_does_an_end_wait_until_what_was_written_is_free(
+    tmp_path: Path, late: Late
+) -> None:
+    attempt = await storage_at(tmp_path / "c", late).begin(A, overwrite=False)
+    await fill_attempt(attempt, OLD)
+    await attempt.abort()
+    assert not (tmp_path / "c").exists()
+    assert held() == sorted(OLD)
+
+
+async def test_while_the_disk_is_behind_a_save_frees_what_it_replaces(
+    tmp_path: Path, late: Late
+) -> None:
+    """Back to back, saves would leave more and more to be freed."""
+    storage = storage_at(tmp_path / "c", late)
+    await write_files(storage, A, OLD)
+    await write_files(storage, B, NEW, overwrite=True)
+    await write_files(storage, C, NEWER, overwrite=True)
+    assert held() == sorted(OLD)
+    late.free()
+    await write_files(storage, A, OLD, overwrite=True)
+    assert held() == sorted(NEWER)
+
+
+@pytest.mark.parametrize(
+    "why", ["it is small", "other hosts write there, too", "so many are held already"]
+)
+async def test_files_are_freed_as_they_are_removed(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "it is small":
+        monkeypatch.setattr(freeing, "_MIN_NBYTES", 100_000)
+    elif why == "so many are held already":
+        monkeypatch.setattr(freeing, "_MAX_HELD", 0)
+    else:
+        monkeypatch.setattr(linux, "is_of_this_host", lambda _: False)
+    await write_files(storage_at(tmp_path / "c", late), A, OLD)
+    await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
+    assert late.late == []
+    assert held() == []
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
+
+
+async def test_a_save_that_finds_no_room_waits_for_what_is_being_freed(
+    tmp_path: Path, late: Late
+) -> None:
+    class Full(PosixFiles):
+        """There is none until all is free."""
+
+        def allocate(self, fd: int, nbytes: int) -> bool:
+            if held():
+                threading.Thread(target=late.free).start()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().allocate(fd, nbytes)
+
+    await write_files(storage_at(tmp_path / "c", late), A, OLD)
+    await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
+    assert held()
+    await write_files(storage_at(tmp_path / "other", late, Full()), C, NEWER)
+    assert committed(tmp_path / "other") == NEWER
+
+
+async def test_threads_that_have_ended_leave_nothing(tmp_path: Path, late: Late) -> None:
+    (tmp_path / "file").write_bytes(bytes(5000))
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()
+    with Freeing(PosixFiles(), ended) as block:
+        block.unlink(str(tmp_path / "file"))
+    assert late.late == []
+    assert block.ended.is_set()  # and `no_leaks` sees what is open
+
+
+CHILD = """
+import os, sys
+from concurrent.futures import Executor
+from ckptio.storage import freeing, linux
+from ckptio.storage.files import PosixFiles
+class Never(Executor):
+    def submit(self, *_): pass
+freeing._MIN_NBYTES, linux.is_of_this_host = 1, lambda _: True
+with freeing.Freeing(PosixFiles(), Never()) as block:
+    block.unlink(sys.argv[1])
+def held():
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.path.islink(f) and "(deleted)" in os.readlink(f) for f in links)
+assert held() == 1
+if not os.fork():
+    os._exit(held() or freeing.wait_until_free())
+print(os.waitstatus_to_exitcode(os.wait()[1]), held())
+"""
+
+
+def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
+    """A worker of a DataLoader lives as long as the run, and the disk would be as full."""
+    (tmp_path / "file").write_bytes(b"bytes")
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "0 1\n"
