@@ -4,7 +4,7 @@ from bench.cases.cuda import cuda_load, cuda_save, cuda_stall
 from bench.cases.first import first_save
 from bench.cases.huge import one_huge
 from bench.cases.loads import load_back, load_cold, load_warm
-from bench.cases.local import save_local
+from bench.cases.local import save_local, save_over
 from bench.cases.loop import loop_lag
 from bench.cases.manifest import manifest_open
 from bench.cases.memory import memory
@@ -19,6 +19,7 @@ from bench.cases.train import train_slowdown
 
 CASES = (
     save_local,
+    save_over,
     one_huge,
     many_small,
     stall,
