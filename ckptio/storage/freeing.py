@@ -63,6 +63,7 @@ class Freeing:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._holds = False  # what goes from here on is freed as it goes
         if not self._mine:
             return
         _under_way.add(self)

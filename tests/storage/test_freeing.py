@@ -159,6 +159,15 @@ async def test_threads_that_have_ended_leave_nothing(tmp_path: Path, late: Late)
     assert block.ended.is_set()  # and `no_leaks` sees what is open
 
 
+async def test_what_goes_behind_the_block_is_freed_as_it_goes(tmp_path: Path, late: Late) -> None:
+    """Nobody would close it."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    with Freeing(PosixFiles(), late) as block:
+        pass
+    block.unlink(str(tmp_path / "data-file"))
+    assert held() == []
+
+
 CHILD = """
 import os, sys
 from concurrent.futures import Executor
