@@ -6,8 +6,9 @@ for 2 GB on one disk, which took 1 s to write. A save that replaces a checkpoint
 name of the old one, and no more: each file is held open while it loses its name, and closed on a
 thread. If the process dies, the system closes it.
 
-Whoever finds no room waits for that (`wait_until_free`), and so does the end of the engine. While
-one save's files are freed, others free their own at once: the disk is behind as it is.
+Whoever finds no room waits for that (`wait_until_free`), and does it where no thread has begun: the
+threads may all be waiting for room. The end of the engine waits, too. While one save's files are
+freed, others free their own at once: the disk is behind as it is.
 
 Only where no other host writes: on NFS, a file that is open gets another name instead of none.
 """
@@ -57,7 +58,7 @@ class Freeing:
         self._executor = executor
         self._holds = not _under_way
         self._mine: list[tuple[int, _Identity]] = []
-        self.ended = threading.Event()
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +69,9 @@ class Freeing:
             return
         _under_way.add(self)
         try:
-            self._executor.submit(self._free)
+            self._executor.submit(self.free)
         except RuntimeError:  # its threads have ended
-            self._free()
+            self.free()
 
     def unlink(self, path: str) -> None:
         """Remove a file.
@@ -96,32 +97,31 @@ class Freeing:
         else:
             os.close(fd)
 
-    def _free(self) -> None:
-        """Close what is held. Blocks."""
-        for held in self._mine:
-            with contextlib.suppress(OSError):  # the disk fails; it has no name any more
-                os.close(held[0])
-            _held.discard(held)
-        _under_way.discard(self)
-        self.ended.set()
+    def free(self) -> None:
+        """Close what is held. Blocks; who comes second waits for the first."""
+        with self._lock:
+            for held in self._mine:
+                with contextlib.suppress(OSError):  # the disk fails; it has no name any more
+                    os.close(held[0])
+                _held.discard(held)
+            self._mine.clear()
+            _under_way.discard(self)
 
 
 def wait_until_free() -> bool:
-    """Block until what is being freed is free. Not for the executor's threads: they free it.
+    """Block until what is being freed is free.
 
     Returns:
         Whether there was anything.
     """
     ahead = [*_under_way]
     for freeing in ahead:
-        freeing.ended.wait()
+        freeing.free()
     return bool(ahead)
 
 
 def reserve(files: PosixFiles, fd: int, nbytes: int) -> None:
     """Reserve room for a file, where the file system can: behind what is being freed if need be.
-
-    Blocks; as `wait_until_free`, not for the executor's threads.
 
     Raises:
         OSError: As `PosixFiles.allocate`.

@@ -14,7 +14,7 @@ import pytest
 
 from ckptio.storage import freeing, linux
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.freeing import Freeing
+from ckptio.storage.freeing import Freeing, wait_until_free
 from tests.rig import (
     SAVE_IDS,
     committed,
@@ -130,33 +130,81 @@ async def test_files_are_freed_as_they_are_removed(
     assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
 
 
+class Full(PosixFiles):
+    """There is no room until all is free."""
+
+    def create(self, path: str, mode: int, *, direct: bool) -> int:
+        self._require_room()
+        return super().create(path, mode, direct=direct)
+
+    def allocate(self, fd: int, nbytes: int) -> bool:
+        self._require_room()
+        return super().allocate(fd, nbytes)
+
+    def _require_room(self) -> None:
+        if held():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Filled(Full):
+    """There is room for what is small."""
+
+    def create(self, path: str, mode: int, *, direct: bool) -> int:
+        return PosixFiles.create(self, path, mode, direct=direct)
+
+
+@pytest.mark.parametrize("files", [Full(), Filled()], ids=["full", "filled"])
 async def test_a_save_that_finds_no_room_waits_for_what_is_being_freed(
-    tmp_path: Path, late: Late
+    tmp_path: Path, late: Late, files: PosixFiles
 ) -> None:
-    class Full(PosixFiles):
-        """There is none until all is free."""
-
-        def allocate(self, fd: int, nbytes: int) -> bool:
-            if held():
-                threading.Thread(target=late.free).start()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().allocate(fd, nbytes)
-
+    """It frees it where no thread has begun: all of them may be waiting, too."""
     await write_files(storage_at(tmp_path / "c", late), A, OLD)
     await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
     assert held()
-    await write_files(storage_at(tmp_path / "other", late, Full()), C, NEWER)
+    await write_files(storage_at(tmp_path / "other", late, files), C, NEWER)
     assert committed(tmp_path / "other") == NEWER
 
 
-async def test_threads_that_have_ended_leave_nothing(tmp_path: Path, late: Late) -> None:
+async def test_what_a_thread_has_begun_to_free_is_waited_for(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    class Close:
+        """What there is of `os` that frees."""
+
+        def close(self, fd: int) -> None:
+            begun.set()
+            go_on.wait()
+            os.close(fd)
+            order.append("free")
+
+    def wait() -> None:
+        wait_until_free()
+        order.append("waited")
+
+    await write_files(storage_at(tmp_path / "c", late), A, NEWER)
+    await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
+    monkeypatch.setattr(freeing, "os", Close())
+    threads = [threading.Thread(target=late.free), threading.Thread(target=wait)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    threads[1].join(0.05)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["free", "waited"]
+
+
+@pytest.mark.usefixtures("late")
+async def test_threads_that_have_ended_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
     ended = ThreadPoolExecutor(1)
     ended.shutdown()
     with Freeing(PosixFiles(), ended) as block:
         block.unlink(str(tmp_path / "file"))
-    assert late.late == []
-    assert block.ended.is_set()  # and `no_leaks` sees what is open
+    assert not wait_until_free()  # and `no_leaks` sees what is open
 
 
 async def test_what_goes_behind_the_block_is_freed_as_it_goes(tmp_path: Path, late: Late) -> None:
