@@ -109,7 +109,8 @@ class LocalAttempt:
                     raise
                 locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
-                self._clear()
+                with Freeing(self._files, self._executor) as self._remover:  # staging waits for it
+                    self._clear()
         except (CheckpointExistsError, CommitConflictError):
             raise
         except OSError as error:
@@ -139,9 +140,7 @@ class LocalAttempt:
         """
         with contextlib.suppress(OSError):  # the directory is not there, say: the disk is full
             names = self._find_leftovers()
-            dead = [
-                name[len(ATTEMPT_PREFIX) :] for name in names if name.startswith(ATTEMPT_PREFIX)
-            ]
+            dead = [n.removeprefix(ATTEMPT_PREFIX) for n in names if n.startswith(ATTEMPT_PREFIX)]
             return self._clear([name for name in names if any(owner in name for owner in dead)])
         return False
 

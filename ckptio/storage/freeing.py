@@ -3,8 +3,9 @@
 With the last name of a file its blocks go, within `unlink`. Where each is told to the disk (ext4
 mounted with `discard`, as on many virtual machines) that may take longer than to write them: 3 s
 for 2 GB on one disk, which took 1 s to write. A save that replaces a checkpoint has to leave no
-name of the old one, and no more: each file is held open while it loses its name, and closed on a
-thread. If the process dies, the system closes it.
+name of the old one, and one that begins none of what a killed one left, and no more: each file is
+held open while it loses its name, and closed on a thread. If the process dies, the system closes
+it.
 
 Whoever finds no room waits for that (`wait_until_free`), and does it where no thread has begun: the
 threads may all be waiting for room. The end of the engine waits, too. While one save's files are

@@ -97,6 +97,18 @@ async def test_nor_does_an_end_wait_until_what_was_written_is_free(
     assert held() == sorted(OLD)
 
 
+async def test_nor_does_a_save_wait_until_what_a_killed_one_left_is_free(
+    tmp_path: Path, late: Late
+) -> None:
+    (tmp_path / "c").mkdir()
+    for name, data in OLD.items():
+        (tmp_path / "c" / name).write_bytes(data)
+    attempt = await storage_at(tmp_path / "c", late).begin(B, overwrite=False)
+    assert held() == sorted(OLD)
+    await attempt.abort()
+    assert names_in(tmp_path / "c") == []
+
+
 async def test_while_the_disk_is_behind_a_save_frees_what_it_replaces(
     tmp_path: Path, late: Late
 ) -> None:
