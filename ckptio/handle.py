@@ -95,7 +95,9 @@ class SaveHandle:
         path: What is being written.
         save_id: The save's own id.
         submitted: Every copy has begun: it was made, or its device was told to make it.
-        staged: Every byte is copied; the source may change.
+        staged: Every byte is copied; the source may change. What is wrong with the path is raised
+            here, too, if it is known by then: an engine's first save waits for that for up to
+            10 s, and later ones for 0.1 s.
         committed: The checkpoint exists; what `await handle` waits for.
         durable: The last tier has the checkpoint, whole.
     """

@@ -99,6 +99,7 @@ class EngineContext:
         cached_lanes: The same for files that are in the page cache.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
+        has_begun: Whether any save has found a place to write to.
         copies: Copies to a second tier.
         notes: Notes of those that have not begun.
         turns: Saves to each place, by its identity, one after another.
@@ -132,6 +133,7 @@ class EngineContext:
     copies: CopyLine = field(init=False)
     notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
+    has_begun: bool = False
     turns: Line = field(default_factory=Line)
 
     def __post_init__(self) -> None:

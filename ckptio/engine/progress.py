@@ -6,12 +6,21 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptio.engine.made import Made
 from ckptio.errors import StateError
 from ckptio.events import SaveProgressed, SaveStaged
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
+    from ckptio.storage.interface import Attempt
+
+#: How long `staged` waits for the attempt to begin, in seconds: of an engine's first save, which
+#: raises what is wrong with its storage to who waits for that, and of the others. These raise what
+#: a disk or a near store says; one that does not answer holds nobody up.
+_FIRST_PATIENCE_S, _PATIENCE_S = 10.0, 0.1
 
 
 @dataclass(slots=True)
@@ -29,6 +38,7 @@ class SaveProgress:
             time; empty where several are.
         written_nbytes: Bytes of segments that are written.
         writes_go: That nobody waits for copies any more, or that they need slabs.
+        attempt: What files are made in.
     """
 
     job: SaveJob
@@ -40,6 +50,20 @@ class SaveProgress:
     turns: list[asyncio.Event] = field(default_factory=list)
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
+    attempt: Made[Attempt] = field(default_factory=Made)
+    _is_told: bool = False
+    _patience: asyncio.TimerHandle | None = None
+
+    async def begin(self, begin: Callable[[], Awaitable[Attempt]]) -> None:
+        """Begin the attempt, beside the copies."""
+        try:
+            await self.attempt.make(begin())
+            self.context.has_begun = True
+        finally:
+            if self._patience is not None:
+                self._patience.cancel()
+        if self.to_stage == 0 and not self._is_told:
+            self._tell_staged()
 
     def submitted(self) -> None:
         """The copies of a segment are made, or queued on a device.
@@ -73,14 +97,24 @@ class SaveProgress:
         self.to_stage -= 1
         if self.to_stage == 0:
             self.writes_go.set()
-            job = self.job
-            is_known = job.moments.staged.is_awaited or self.context.observer is not None
-            job.source.watch.copied(is_known=is_known)
-            job.staged_s = job.elapsed_s()
-            job.moments.staged.reach(None)
-            self.context.emit(
-                SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
-            )
+            if self.attempt.is_there:
+                self._tell_staged()
+            elif not self.attempt.is_over:  # or it has failed, and so does the save
+                wait_s = _PATIENCE_S if self.context.has_begun else _FIRST_PATIENCE_S
+                loop = asyncio.get_running_loop()
+                self._patience = loop.call_later(wait_s, self._tell_staged)
+
+    def _tell_staged(self) -> None:
+        """All is copied."""
+        self._is_told = True
+        job = self.job
+        is_known = job.moments.staged.is_awaited or self.context.observer is not None
+        job.source.watch.copied(is_known=is_known)
+        job.staged_s = job.elapsed_s()
+        job.moments.staged.reach(None)
+        self.context.emit(
+            SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
+        )
 
     async def turn(self, number: int) -> None:
         """Wait until all segments before one are written, if that is how it is done."""

@@ -12,9 +12,10 @@ it. So the first segment of all that hold one waits for nobody; no deadlock at a
 and no more memory than the pool.
 
 Copying is not held back by writing: until the pool is full, slabs are copied as fast as
-memory allows. Where somebody waits for `staged`, writing is held back by copying: writers
-on the cores and on the memory bus made that wait half as long again (two cores, a pool as
-large as the state). The commit comes later by as much as the copies took.
+memory allows, also while a store or a slow disk is asked for the path. Where somebody waits
+for `staged`, writing is held back by copying: writers on the cores and on the memory bus made
+that wait half as long again (two cores, a pool as large as the state). The commit comes later
+by as much as the copies took.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ckptio._gc import without_collection
 from ckptio._version import __version__
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import settle
+from ckptio.engine.made import Made
 from ckptio.engine.progress import SaveProgress
 from ckptio.errors import SaveAbortedError
 from ckptio.events import SaveStarted, TieDropped
@@ -160,9 +162,16 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         plan = await run_blocking(context.executor, plan_files, job.flat.specs, context.config)
         context.plans.put(job.flat.specs, plan)
     announce(job, context, plan, reused=reused)
-    attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite, resumes=job.resumes)
+    attempt: Attempt | None = None
+
+    async def begin() -> Attempt:
+        nonlocal attempt
+        attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite, resumes=job.resumes)
+        return attempt
+
     try:
-        files = await write_buckets(job, context, plan, attempt)
+        files = await write_buckets(job, context, plan, begin)
+        assert attempt is not None  # noqa: S101  # files were written in it
         manifest = await run_blocking(
             context.executor, _encode, job, plan, files, context.config.block_nbytes
         )
@@ -171,7 +180,8 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         await attempt.commit(manifest)
         context.cache.forget(job.storage)
     except BaseException as error:
-        await end_attempt(attempt, job, error)
+        if attempt is not None:
+            await end_attempt(attempt, job, error)
         raise
     return SaveReceipt(
         nbytes=plan.nbytes,
@@ -207,9 +217,19 @@ def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bo
 
 
 async def write_buckets(
-    job: SaveJob, context: EngineContext, plan: SavePlan, attempt: Attempt
+    job: SaveJob,
+    context: EngineContext,
+    plan: SavePlan,
+    begin: Callable[[], Awaitable[Attempt]],
 ) -> list[tuple[str, int, list[int]]]:
     """Copy and write every bucket of a plan.
+
+    Args:
+        job: The save.
+        context: The engine.
+        plan: What goes where.
+        begin: Begins the attempt that files are made in, beside the copies; it leaves nothing
+            where it fails or is cancelled.
 
     Returns:
         Name, size and checksums of each file, in the order of the plan.
@@ -232,9 +252,10 @@ async def write_buckets(
         files.append(_File(name, bucket, first))
         first += len(bucket.segments)
     async with Siblings() as group:
+        group.create_task(progress.begin(begin), name=f"begin {job.storage.path}")
         for file in files:
             part = group.create_task(
-                _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
+                _carry(file, job, context, progress), name=f"bucket {file.name}"
             )
             # however it ends, cancelled before its first step too: others wait behind it
             num = len(file.bucket.segments)
@@ -250,30 +271,35 @@ def _one_after_another(number: int) -> list[asyncio.Event]:
     return events
 
 
-async def _carry(
-    file: _File, job: SaveJob, context: EngineContext, attempt: Attempt, progress: SaveProgress
-) -> None:
+async def _carry(file: _File, job: SaveJob, context: EngineContext, progress: SaveProgress) -> None:
     """Copy and write one bucket."""
-    sink = await attempt.create(file.name, file.bucket.nbytes)
+    sink = Made["Sink | AwaitedSink"]()
     async with Siblings() as group:
+        group.create_task(sink.make(_create(file, progress.attempt)), name=f"create {file.name}")
         for number, segment in enumerate(file.bucket.segments, file.first):
             part = group.create_task(
                 _carry_segment(segment, number, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
             part.add_done_callback(functools.partial(progress.ended, number, 1))  # as above
-    if isinstance(sink, AwaitedSink):
-        await sink.close()
+    made = await sink.get()
+    if isinstance(made, AwaitedSink):
+        await made.close()
     else:
-        await run_blocking(context.executor, sink.close)
+        await run_blocking(context.executor, made.close)
     file.is_closed = True
+
+
+async def _create(file: _File, attempt: Made[Attempt]) -> Sink | AwaitedSink:
+    """Make a file, once there is what to make it in."""
+    return await (await attempt.get()).create(file.name, file.bucket.nbytes)
 
 
 async def _carry_segment(
     segment: Segment,
     number: int,
     file: _File,
-    sink: Sink | AwaitedSink,
+    opening: Made[Sink | AwaitedSink],
     job: SaveJob,
     context: EngineContext,
     progress: SaveProgress,
@@ -284,6 +310,7 @@ async def _carry_segment(
         progress.leases[number + 1].set()
         await _stage(segment, slab, job, context, progress)
         await _copies_first(job, context, progress)
+        sink = await opening.get()
         if not isinstance(sink, AwaitedSink):
             await progress.turn(number)
         file.checksums[segment.start] = await _write_out(segment, slab, sink, context)

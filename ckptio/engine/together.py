@@ -338,6 +338,13 @@ class _JointSave:
         """Write this rank's files, and make sure that they are there."""
         job, context = self._job, self._context
         announce(job, context, agreement.plan, reused=reused)
+        files = await write_buckets(job, context, agreement.plan, self._begin)
+        if not self._leads and self._attempt is not None:
+            await self._attempt.seal()
+        return files
+
+    async def _begin(self) -> Attempt:
+        job = self._job
         if self._leads:
             self._attempt = await job.storage.begin(
                 job.save_id, overwrite=job.overwrite, resumes=job.resumes
@@ -345,10 +352,7 @@ class _JointSave:
             self._decider.attempt = self._attempt
         else:
             self._attempt = await job.storage.join(job.save_id)
-        files = await write_buckets(job, context, agreement.plan, self._attempt)
-        if not self._leads:
-            await self._attempt.seal()
-        return files
+        return self._attempt
 
     def _receipt(
         self,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import KiB
-from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.errors import CheckpointExistsError, SaveAbortedError, StorageError
 from ckptio.events import (
     SaveCommitted,
     SaveFailed,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ckptio import SaveHandle
     from ckptio.testing import Operation
+    from ckptio.testing.memory import MemoryAttempt
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.lists(st.integers(0, 200 * KiB), max_size=8)
@@ -78,6 +79,16 @@ class GatedStorage(MemoryStorage):
     async def commit(self, made: Sequence[str], manifest: bytes, *, overwrite: bool) -> None:
         await self._gate.wait()
         await super().commit(made, manifest, overwrite=overwrite)
+
+
+class SlowStorage(MemoryStorage):
+    """Takes a minute to begin a save, as a store does that is asked again and again."""
+
+    begin_s = 60.0
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await asyncio.sleep(self.begin_s)
+        return await super().begin(save_id, overwrite=overwrite, resumes=resumes)
 
 
 def virtual_loop() -> VirtualLoop:
@@ -154,6 +165,68 @@ def test_writes_wait_for_copies_that_somebody_waits_for(seed: int) -> None:
     run_virtual(scenario(), seed=seed)
     kinds = [type(event) for event in log.events]
     assert kinds.index(SaveStaged) < kinds.index(SaveProgressed)
+
+
+@pytest.mark.parametrize("ends", ["well", "in failure", "cancelled"])
+@pytest.mark.parametrize(("is_first", "wait_s"), [(True, 10), (False, 0.1)])
+def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
+    ends: str, wait_s: float, *, is_first: bool
+) -> None:
+    """Training goes on meanwhile, also where it turns out that there is none."""
+    state = random_state([50 * KiB, 20 * KiB])
+    expected = clone(state)
+
+    async def scenario() -> None:
+        storage = SlowStorage("memory")
+        config = config_with(pool_nbytes=64 * SMALL.slab_nbytes)
+        loop = asyncio.get_running_loop()
+        async with inline_engine({"memory": storage}, config) as engine:
+            if not is_first:
+                await engine.save(state, "memory")
+            called_s = loop.time()
+            handle = engine.save(state, "memory", overwrite=True)
+            await handle.staged
+            assert wait_s <= loop.time() - called_s < wait_s + 0.5
+            for tensor in state.values():
+                tensor.zero_()
+            if ends == "well":
+                await handle
+                assert_same(await engine.load("memory"), expected)
+            elif ends == "in failure":
+                storage.fault = fail_kind("begin")
+                with pytest.raises(StorageError):
+                    await handle
+            else:
+                handle.abort()
+                with pytest.raises(SaveAbortedError):
+                    await handle
+            assert engine._core.context.pool.statistics().leased_nbytes == 0
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_waits_for_copies_hears_what_is_wrong_with_the_place() -> None:
+    """Training would go on without checkpoints; so the copies wait for the place for a moment."""
+
+    async def scenario() -> None:
+        storage = SlowStorage("memory")
+        storage.begin_s = 5
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(random_state([KiB]), "memory")
+        async with inline_engine({"memory": storage}) as engine:
+            with pytest.raises(CheckpointExistsError):
+                await engine.save(random_state([KiB]), "memory").staged
+            await engine.save(random_state([KiB]), "memory", overwrite=True)
+            storage.begin_s = 0.05
+            with pytest.raises(CheckpointExistsError):
+                await engine.save(random_state([KiB]), "memory").staged
+            handle = engine.save(random_state([KiB]), "memory", overwrite=True)
+            await handle.staged
+            assert storage.counts.num_open_attempts == 1
+            await handle
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(sizes=sizes, seed=seeds)
@@ -529,6 +602,27 @@ def test_a_part_that_somebody_cancels_fails_the_save(
                 with pytest.raises(SaveAbortedError, match=problem):
                     await waiting
             with pytest.raises(SaveAbortedError, match=problem):
+                await handle
+        assert storage.manifest is None
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["begin", "create"])
+def test_what_files_are_written_to_fails_the_save_where_somebody_cancels_it(kind: str) -> None:
+    """Whoever waits for it does not hang."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(max_delay_s=0.5)
+        async with inline_engine({"memory": storage}) as engine:
+            handle = engine.save(random_state([50 * KiB] * 4), "memory")
+            parts: list[asyncio.Task[object]] = []
+            while not parts:
+                await asyncio.sleep(0.01)
+                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
+            parts[0].cancel()
+            with pytest.raises(SaveAbortedError, match="was cancelled"):
                 await handle
         assert storage.manifest is None
         assert_nothing_left(storage)

@@ -255,6 +255,32 @@ def test_a_commit_that_fails_when_the_manifest_is_out_leaves_all_in_doubt() -> N
     run(scenario(), seed=0)
 
 
+class _SlowToBegin(MemoryStorage):
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await asyncio.sleep(30)
+        return await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+
+
+def test_no_rank_waits_for_a_place_to_write_to_before_it_trains_on() -> None:
+    """Rank 0 makes it, and clears it."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            give_place(ranks, 0, same_place(ranks, _SlowToBegin))
+            handles = begin_saves(ranks)
+            for handle in handles:
+                await handle.staged
+            assert asyncio.get_running_loop().time() < 10
+            for handle in handles:
+                await handle
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
 class _SlowFailure(_LostAttempt):
     async def commit(self, manifest: bytes) -> None:
         try:

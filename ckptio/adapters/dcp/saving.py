@@ -228,7 +228,10 @@ class RankSave:
 
         async def write(context: EngineContext) -> Files:
             announce(job, context, plan, reused=False)
-            return await write_buckets(job, context, plan, attempt)
+            return await write_buckets(job, context, plan, begun)
+
+        async def begun() -> Attempt:
+            return attempt
 
         return core.call_blocking(write, f"write {path}")
 
