@@ -123,6 +123,33 @@ _, status = os.waitpid(pid, 0)
 go_on.set()
 assert status == 0, status
 """
+ASIDE_INTERRUPTED = """
+import contextlib, signal
+from ckptio.runtime import running
+running.start_new_thread = lambda *_: signal.raise_signal(signal.SIGINT)
+with contextlib.suppress(KeyboardInterrupt):
+    running.run_aside(lambda: None, "aside")
+signal.alarm(20)
+"""
+ASIDE_IN_CHILD = """
+import multiprocessing, os, sys, threading
+from multiprocessing.util import Finalize
+from ckptio.runtime.running import run_aside
+def work():
+    go_on = threading.Event()
+    def end():
+        go_on.wait()
+        for number in range(100):
+            os.makedirs(f"{sys.argv[1]}/{number}")
+    run_aside(end, "aside")
+    run_aside(lambda: None, "aside, too")
+    Finalize(None, go_on.set, exitpriority=10)
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join()
+assert child.exitcode == 0
+assert len(os.listdir(sys.argv[1])) == 100
+"""
 LEFT_OPEN = """
 import sys, torch, ckptio.sync
 ckpt = ckptio.sync.Checkpointer(sys.argv[1]).__enter__()
@@ -382,6 +409,18 @@ def test_a_save_of_the_parent_is_not_waited_for_in_a_child(tmp_path: Path) -> No
 def test_what_the_parent_runs_aside_is_not_waited_for_in_a_child() -> None:
     """The thread is the parent's, which waits for it as it ends."""
     done = run_program(ASIDE_IN_PARENT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_an_interrupt_kept_from_being_run_aside_is_not_waited_for() -> None:
+    """No thread has it: the program would never end."""
+    done = run_program(ASIDE_INTERRUPTED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_run_aside_is_waited_for_in_a_child_of_multiprocessing(tmp_path: Path) -> None:
+    """It ends without what `atexit` has, unless it was spawned."""
+    done = run_program(ASIDE_IN_CHILD, tmp_path / "made")
     assert done.returncode == 0, done.stderr
 
 

@@ -218,7 +218,7 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         return
     ended = threading.Lock()
     ended.acquire()
-    _ASIDE.add(ended)
+    stops_waiting: Callable[[], object] = int
 
     def run() -> None:
         try:
@@ -226,11 +226,18 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         finally:
             _ASIDE.discard(ended)
             ended.release()
+            stops_waiting()
 
     try:
+        _ASIDE.add(ended)
+        if multiprocessing.parent_process() is not None:  # its end is none that `atexit` knows of
+            stops_waiting = Finalize(None, ended.acquire, exitpriority=0).cancel
         start_new_thread(_launch, (run, name))
-    except RuntimeError:
+    except BaseException as error:  # an interrupt, perhaps before the thread: nobody ends this
         _ASIDE.discard(ended)
+        stops_waiting()
+        if not isinstance(error, RuntimeError):
+            raise
 
 
 @atexit.register

@@ -34,7 +34,7 @@ from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
-from ckptio.storage.freeing import NO_ROOM, Freeing, wait_until_free
+from ckptio.storage.freeing import NO_ROOM, Freeing, with_room
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
@@ -103,9 +103,9 @@ class LocalAttempt:
         try:
             self._require_free()
             try:
-                locks = self._mark(marker)
+                locks = with_room(self._mark, marker)
             except OSError as error:
-                if error.errno not in NO_ROOM or not (wait_until_free() | self._make_room()):
+                if error.errno not in NO_ROOM or not self._make_room():
                     raise
                 locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
@@ -183,7 +183,7 @@ class LocalAttempt:
             return False
 
     def _make_own_dir(self) -> None:
-        make_dirs(self._files, self._directory, self._config.dir_mode, self._made_dirs)
+        with_room(make_dirs, self._files, self._directory, self._config.dir_mode, self._made_dirs)
 
     @property
     def is_published(self) -> bool:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import linux
-from ckptio.storage.freeing import reserve
+from ckptio.storage.freeing import with_room
 from ckptio.storage.lending import Lender
 from ckptio.storage.obstacles import obstacle_in
 
@@ -78,12 +78,12 @@ def write_file(files: PosixFiles, path: str, data: bytes, config: CheckpointConf
     Raises:
         OSError: As the system gives it.
     """
-    fd = files.create(path, config.file_mode, direct=False)
+    fd = with_room(files.create, path, config.file_mode, direct=False)
     try:
         view = memoryview(data)
         done = 0
         while done < len(view):
-            written = files.pwrite(fd, view[done:], done)
+            written = with_room(files.pwrite, fd, view[done:], done)
             if written <= 0:
                 raise OSError(errno.EIO, f"the system wrote {written} bytes", path)
             done += written
@@ -201,7 +201,7 @@ class BlockWriter:
         fd = -1
         if self._direct:
             try:
-                fd = self._files.create(self._path, mode, direct=True)
+                fd = with_room(self._files.create, self._path, mode, direct=True)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
@@ -210,11 +210,11 @@ class BlockWriter:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(self._path)
         if fd < 0:
-            fd = self._files.create(self._path, mode, direct=False)
+            fd = with_room(self._files.create, self._path, mode, direct=False)
         self._fd = fd
         if self._direct and not self._is_aligned(fd):
             self._files.set_buffered(fd)
-        reserve(self._files, fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        with_room(self._files.allocate, fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
     def _is_aligned(self, fd: int) -> bool:
         """Whether pages are aligned enough for direct I/O here."""
@@ -259,7 +259,8 @@ class BlockWriter:
         """Write all of `data`, however little the system takes at a time."""
         done = 0
         while done < len(data):
-            written = self._files.pwrite(self._fd, data[done:], offset + done)
+            rest = data[done:]
+            written = with_room(self._files.pwrite, self._fd, rest, offset + done)
             if written <= 0:
                 raise OSError(errno.EIO, f"the system wrote {written} of {len(data) - done} bytes")
             if self._direct and done + written < len(data):

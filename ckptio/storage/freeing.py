@@ -7,9 +7,10 @@ name of the old one, and one that begins none of what a killed one left, and no 
 held open while it loses its name, and closed on a thread. If the process dies, the system closes
 it.
 
-Whoever finds no room waits for that (`wait_until_free`), and does it where no thread has begun: the
-threads may all be waiting for room. The end of the engine waits, too. While one save's files are
-freed, others free their own at once: the disk is behind as it is.
+Whoever finds no room waits for that (`with_room`), and does it where no thread has begun: the
+threads may all be waiting for room. So it is with a save that is still removing names. The end of
+the engine waits, too. While one save's files are freed, others free their own at once: the disk is
+behind as it is.
 
 Only where no other host writes: on NFS, a file that is open gets another name instead of none.
 """
@@ -18,23 +19,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from ckptio.storage import linux
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from ckptio.storage.files import PosixFiles
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: What a full disk, or a full share of it, answers.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 #: Files of less are freed as they are removed, in bytes.
 _MIN_NBYTES = 64 << 20
-#: So many files are held at most: a process may have 1,024.
+#: So many files are held at most, of all saves together: a process may have 1,024.
 _MAX_HELD = 64
 
 _Identity = tuple[int, int]
@@ -42,7 +48,7 @@ _Identity = tuple[int, int]
 #: Files that are held: descriptor, and device and inode. A child that is forked meanwhile closes
 #: them, as it begins; what they take would not be free before its end.
 _held: set[tuple[int, _Identity]] = set()
-#: What is being freed.
+#: What is being freed, or will be: from the first file on that it holds.
 _under_way: set[Freeing] = set()
 
 
@@ -68,7 +74,6 @@ class Freeing:
         self._holds = False  # what goes from here on is freed as it goes
         if not self._mine:
             return
-        _under_way.add(self)
         try:
             self._executor.submit(self.free)
         except RuntimeError:  # its threads have ended
@@ -80,7 +85,7 @@ class Freeing:
         Raises:
             OSError: As `PosixFiles.unlink`.
         """
-        if self._holds and len(self._mine) < _MAX_HELD:
+        if self._holds and len(_held) < _MAX_HELD:
             self._hold(path)
         self._files.unlink(path)
 
@@ -90,13 +95,21 @@ class Freeing:
             fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # there is none, or too many are open
             return
-        status = os.fstat(fd)
-        is_large = stat.S_ISREG(status.st_mode) and status.st_size >= _MIN_NBYTES
-        if is_large and linux.is_of_this_host(fd):
-            self._mine.append((fd, (status.st_dev, status.st_ino)))
-            _held.add(self._mine[-1])
-        else:
-            os.close(fd)
+        is_kept = False
+        # a server may not tell, or not know it any more: what becomes of the name says `unlink`
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            is_large = stat.S_ISREG(status.st_mode) and status.st_size >= _MIN_NBYTES
+            if is_large and linux.is_of_this_host(fd):
+                held = fd, (status.st_dev, status.st_ino)
+                _held.add(held)
+                with self._lock:  # who finds no room frees what there is by now
+                    self._mine.append(held)
+                    _under_way.add(self)
+                is_kept = True
+        if not is_kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def free(self) -> None:
         """Close what is held. Blocks; who comes second waits for the first."""
@@ -121,18 +134,22 @@ def wait_until_free() -> bool:
     return bool(ahead)
 
 
-def reserve(files: PosixFiles, fd: int, nbytes: int) -> None:
-    """Reserve room for a file, where the file system can: behind what is being freed if need be.
+def with_room(act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what takes room on a disk; once more, behind what is being freed, if there is none.
+
+    Also behind what is free by the time that the system's answer is here: it may have looked
+    before that.
 
     Raises:
-        OSError: As `PosixFiles.allocate`.
+        OSError: As `act`.
     """
+    ahead = bool(_under_way)
     try:
-        files.allocate(fd, nbytes)
+        return act(*args, **kwargs)
     except OSError as error:
-        if error.errno not in NO_ROOM or not wait_until_free():
+        if error.errno not in NO_ROOM or not (wait_until_free() | ahead):
             raise
-        files.allocate(fd, nbytes)
+    return act(*args, **kwargs)
 
 
 def _close_in_child() -> None:
@@ -140,7 +157,9 @@ def _close_in_child() -> None:
     for fd, identity in _held:
         with contextlib.suppress(OSError):
             status = os.fstat(fd)
-            if (status.st_dev, status.st_ino) == identity:  # or it is closed, and another's
+            # or it is closed, and another's: of a new file, which may have got the inode, too
+            is_mine = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH)
+            if is_mine and (status.st_dev, status.st_ino) == identity:
                 os.close(fd)
     _held.clear()
     _under_way.clear()

@@ -14,12 +14,13 @@ import pytest
 
 from ckptio.storage import freeing, linux
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.freeing import Freeing, wait_until_free
+from ckptio.storage.freeing import Freeing, wait_until_free, with_room
 from tests.rig import (
     SAVE_IDS,
     committed,
     contents_of,
     fill_attempt,
+    manifest_of,
     names_in,
     write_files,
 )
@@ -177,6 +178,91 @@ async def test_a_save_that_finds_no_room_waits_for_what_is_being_freed(
     assert committed(tmp_path / "other") == NEWER
 
 
+class Short(PosixFiles):
+    """Once told to, it has no room for one operation until all is free."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.is_short = False
+
+    def _require_room(self, operation: str) -> None:
+        if self.is_short and operation == self.operation and held():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def create(self, path: str, mode: int, *, direct: bool) -> int:
+        self._require_room(f"create {os.path.basename(path)[:5]}")
+        return super().create(path, mode, direct=direct)
+
+    def allocate(self, fd: int, nbytes: int) -> bool:
+        del fd, nbytes
+        return False  # as ext4 does with files that have no extents
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        self._require_room(f"pwrite {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))[:5]}")
+        return super().pwrite(fd, data, offset)
+
+    def mkdir(self, path: str, mode: int) -> None:
+        self._require_room("mkdir")
+        super().mkdir(path, mode)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["create data-", "pwrite data-", "create .mani", "pwrite .mani", "pwrite .copy", "mkdir"],
+)
+async def test_whatever_finds_no_room_waits_for_what_is_being_freed(
+    tmp_path: Path, late: Late, operation: str
+) -> None:
+    """Not only what reserves room: the manifest is written after that, and not all disks can."""
+    files = Short(operation)
+    await write_files(storage_at(tmp_path / "c", late), A, OLD)
+    attempt = await storage_at(tmp_path / "other", late, files).begin(C, overwrite=False)
+    rank = storage_at(
+        tmp_path / "more" if operation == "mkdir" else tmp_path / "other", late, files
+    )
+    await write_files(storage_at(tmp_path / "c", late), B, NEW, overwrite=True)
+    assert held()
+    files.is_short = True
+    await (await rank.join(C)).leave()
+    await fill_attempt(attempt, NEWER)
+    note = await attempt.note(b"note")
+    await attempt.commit(manifest_of(C, NEWER))
+    await note.drop()
+    assert committed(tmp_path / "other") == NEWER
+    assert held() == []
+
+
+async def test_who_finds_no_room_frees_what_a_save_holds_that_is_not_through(
+    tmp_path: Path, late: Late
+) -> None:
+    """It may have hundreds of files still to remove, of which it holds no more than some."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "data-file"))
+        assert held() == ["data-file"]
+        await write_files(storage_at(tmp_path / "other", late, Filled()), C, NEWER)
+    assert committed(tmp_path / "other") == NEWER
+
+
+async def test_who_finds_no_room_looks_again_where_it_is_free_by_now(
+    tmp_path: Path, late: Late
+) -> None:
+    """Of two that find none, the first frees it before the second looks what there is to free."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "data-file"))
+    answers = ["none", "some"]
+
+    def look() -> str:
+        answer = answers.pop(0)
+        if answer == "none":
+            late.free()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return answer
+
+    assert with_room(look) == "some"
+
+
 async def test_what_a_thread_has_begun_to_free_is_waited_for(
     tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +293,29 @@ async def test_what_a_thread_has_begun_to_free_is_waited_for(
     for thread in threads:
         thread.join()
     assert order == ["free", "waited"]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
+async def test_a_file_of_which_nothing_can_be_told_is_removed(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A server may answer so for what is open, and yet remove its name."""
+
+    class Unsure:
+        """What there is of `os` that looks at a file to remove."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def fstat(self, fd: int) -> os.stat_result:
+            raise OSError(code, os.strerror(code), fd)
+
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    monkeypatch.setattr(freeing, "os", Unsure())
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "data-file"))
+    assert names_in(tmp_path) == []
+    assert held() == []
 
 
 @pytest.mark.usefixtures("late")
