@@ -12,6 +12,9 @@ threads may all be waiting for room. So it is with a save that is still removing
 the engine waits, too. While one save's files are freed, others free their own at once: the disk is
 behind as it is.
 
+No more is held than the disk has room besides. So a save of the same size that follows at once
+has room, also in ranks in other processes, which cannot wait: they do not see what is held here.
+
 Only where no other host writes: on NFS, a file that is open gets another name instead of none.
 """
 
@@ -65,6 +68,7 @@ class Freeing:
         self._executor = executor
         self._holds = not _under_way
         self._mine: list[tuple[int, _Identity]] = []
+        self._nbytes = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -100,12 +104,16 @@ class Freeing:
         with contextlib.suppress(OSError):
             status = os.fstat(fd)
             is_large = stat.S_ISREG(status.st_mode) and status.st_size >= _MIN_NBYTES
-            if is_large and linux.is_of_this_host(fd):
+            room = os.statvfs(fd)
+            nbytes = self._nbytes + status.st_size
+            has_room = nbytes <= room.f_bavail * room.f_frsize
+            if is_large and has_room and linux.is_of_this_host(fd):
                 held = fd, (status.st_dev, status.st_ino)
                 _held.add(held)
                 with self._lock:  # who finds no room frees what there is by now
                     self._mine.append(held)
                     _under_way.add(self)
+                self._nbytes = nbytes
                 is_kept = True
         if not is_kept:
             with contextlib.suppress(OSError):

@@ -143,6 +143,25 @@ async def test_files_are_freed_as_they_are_removed(
     assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
 
 
+async def test_no_more_is_held_than_there_is_room_besides(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks write the next save at once, and know nothing of what this process holds."""
+
+    class Room:
+        f_bavail, f_frsize = 14, 1000
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Room)
+    names = [f"data-{number}" for number in range(3)]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(6000))
+    with Freeing(PosixFiles(), late) as block:
+        for name in names:
+            block.unlink(str(tmp_path / name))
+    assert names_in(tmp_path) == []
+    assert held() == names[:2]
+
+
 class Full(PosixFiles):
     """There is no room until all is free."""
 
