@@ -61,6 +61,7 @@ class LocalAttempt:
     """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
 
     is_alone = True  # an abort looks for itself
+    _has_left = False  # what it made is no longer its own to remove
 
     def __init__(
         self,
@@ -329,7 +330,7 @@ class LocalAttempt:
         for writer in self._writers:
             with contextlib.suppress(OSError):  # the file goes next
                 writer.discard()
-        if self._name.may_stand or not self._name.withdraw():
+        if self._has_left or self._name.may_stand or not self._name.withdraw():
             self._drop_lock()
             return
         copies = [self._name.copy] if self._name.copy else []
@@ -361,8 +362,7 @@ class LocalAttempt:
         for writer in self._writers:
             with contextlib.suppress(OSError):  # nobody here knows whether anybody needs it
                 writer.discard()
-        self._made_files.clear()
-        self._made_dirs.clear()
+        self._has_left = True
         self._drop_lock()
 
     def _drop_lock(self) -> None:

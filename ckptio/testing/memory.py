@@ -361,6 +361,7 @@ class MemoryAttempt:
         for sink in self._sinks:
             sink.release()
         self._made.clear()
+        self._leads = False  # a later abort removes nothing either
         self._end()
 
     async def commit(self, manifest: bytes) -> None:

@@ -140,7 +140,8 @@ def test_a_step_that_takes_longer_than_the_interval_is_saved_once(
     steps = committed_steps(tmp_path)
     assert {25, 26} & set(steps)
     assert len(steps) >= 5
-    assert min(later - sooner for sooner, later in itertools.pairwise(steps)) > 5
+    # of the second from one to the next, 0.3 s are for the state and some are for the save
+    assert min(later - sooner for sooner, later in itertools.pairwise(steps)) > 3
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -262,6 +262,19 @@ async def test_leaving_removes_nothing(place: Place) -> None:
     assert place.data_names() == sorted(rank_files(A, 1))
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_who_has_left_removes_nothing_later(place: Place, *, resumes: bool) -> None:
+    """Not even the rank that leads: somebody may go on with the files by then."""
+    leader = await place.storage.begin(A, overwrite=False, resumes=resumes)
+    member = await place.storage.join(A)
+    for rank, attempt in enumerate((leader, member)):
+        await fill_attempt(attempt, rank_files(A, rank))
+    for attempt in (leader, member):
+        await attempt.leave()
+        await attempt.abort()
+    assert place.data_names() == sorted([*rank_files(A, 0), *rank_files(A, 1)])
+
+
 async def test_files_of_ranks_of_another_job_get_an_hour(place: Place) -> None:
     """Files of a rank whose leader has not begun yet are no leftovers to another save."""
     if place.directory is None:
