@@ -156,12 +156,23 @@ def test_half_bytes_are_not_known() -> None:
     assert (tensor.dtype, tensor.shape, tensor.unknown) == ("uint8", (4,), "F4")
 
 
+def test_a_tensor_of_an_unknown_type_may_be_empty() -> None:
+    """It takes no byte from the one behind it."""
+    document = {"a": entry("Q8", (0,), (0, 0)), "b": entry()}
+    tensors, _ = decode_header(make(document), 4)
+    assert tensors == [
+        StoredTensor("a", "uint8", (0,), 0, "Q8"),
+        StoredTensor("b", "uint8", (4,), 0),
+    ]
+
+
 @pytest.mark.parametrize(
     "document",
     [
         {"a": entry(), "__metadata__": None},
         {"a": {**entry(), "more": 1}},
         {"a": entry(), "__metadata__": {"ckptio.dtype.a": "bool"}},
+        {"a": entry(), "__metadata__": {"ckptio.dtype.a": "nothing that is known"}},
     ],
 )
 def test_what_only_others_write_is_read_over(document: Any) -> None:

@@ -400,6 +400,12 @@ def test_chunks_that_are_no_grid_are_read() -> None:
     assert len(decode_manifest(tiled(ragged(20), 20)).tensors[0].chunks) == 40
 
 
+def test_chunks_that_are_no_grid_may_be_empty() -> None:
+    """A rank may have nothing of a tensor that the others have cut like that."""
+    tiles = (*ragged(20), ((3, 0), (0, 5)), ((0, 20), (21, 0)))
+    assert len(decode_manifest(tiled(tiles, 20)).tensors[0].chunks) == 42
+
+
 def test_chunks_that_are_no_grid_and_overlap_are_refused() -> None:
     """One tile that covers another's elements instead of its own."""
     tiles = list(ragged(20))

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,17 @@ def test_a_pointer_that_somebody_made_up_is_refused(changes: dict[str, Any]) -> 
     """Above all one that leads elsewhere, or to more than a manifest."""
     with pytest.raises(FormatError):
         decode_pointer(written(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"nbytes": MAX_MANIFEST_NBYTES}, {"manifest_crc32c": 0}, {"manifest_crc32c": (1 << 32) - 1}],
+)
+def test_a_pointer_at_the_limits_is_taken(changes: dict[str, Any]) -> None:
+    """The largest manifest there may be, and every checksum there is."""
+    pointer = decode_pointer(written(**changes))
+    assert pointer is not None
+    assert changes.items() <= msgspec.structs.asdict(pointer).items()
 
 
 @pytest.mark.parametrize("version", [0, 1, FORMAT_VERSION + 1, 999_999_999])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import blocks, linux
-from ckptio.storage.blocks import BlockReader, BlockWriter
+from ckptio.storage.blocks import BlockReader, BlockWriter, storage_error
 from ckptio.storage.linux import finish_writeback, num_cached_pages, start_writeback
 from ckptio.testing import RecordingFiles, fail_kind
 from tests.rig import SMALL, config_with, page_aligned
@@ -57,6 +57,15 @@ def read(files: RecordingFiles, path: Path, nbytes: int, *, direct: bool = True)
 
 def bytes_of(nbytes: int) -> bytes:
     return random.Random(nbytes).randbytes(nbytes)
+
+
+def test_an_error_without_a_number_is_told_by_its_words() -> None:
+    """As some mounts give it."""
+    assert "cannot read: no such share" in str(
+        storage_error(OSError("no such share"), "c", "cannot read")
+    )
+    error = storage_error(OSError(errno.EIO, "broken"), "c", "cannot read")
+    assert (error.errno, error.filename) == (errno.EIO, "c")
 
 
 @pytest.mark.parametrize("refuse", REFUSALS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -354,6 +355,84 @@ async def test_what_goes_behind_the_block_is_freed_as_it_goes(tmp_path: Path, la
         pass
     block.unlink(str(tmp_path / "data-file"))
     assert held() == []
+
+
+async def test_what_is_free_is_not_closed_again(tmp_path: Path, late: Late) -> None:
+    """Its number may be another file's by then: who waited has closed it before the thread."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "data-file"))
+    assert wait_until_free()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(8)]
+    late.free()
+    for fd in others:
+        os.close(fd)
+
+
+async def test_a_disk_that_fails_as_a_file_is_freed_holds_up_nobody(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no name any more; and the others are freed."""
+    with Freeing(PosixFiles(), late) as block:
+        for number in range(2):
+            (tmp_path / f"data-{number}").write_bytes(bytes(5000))
+            block.unlink(str(tmp_path / f"data-{number}"))
+    close = os.close
+
+    def fail(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        assert wait_until_free()
+    assert held() == []
+    assert not wait_until_free()
+
+
+async def test_a_process_that_may_open_no_more_frees_as_it_removes(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with Freeing(PosixFiles(), late) as block, monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        block.unlink(str(tmp_path / "data-file"))
+    assert names_in(tmp_path) == []
+    assert not wait_until_free()
+
+
+@pytest.mark.parametrize(
+    ("codes", "num_calls"),
+    [([errno.ENOSPC], 2), ([errno.ENOSPC, errno.EDQUOT], 2), ([errno.EIO], 1)],
+)
+async def test_room_is_reserved_once_more_where_something_was_freed(
+    tmp_path: Path, late: Late, codes: list[int], num_calls: int
+) -> None:
+    """And a disk that is full all the same, or fails, says so."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "data-file"))
+    answers = [*codes]
+
+    class Full(PosixFiles):
+        num_calls = 0
+
+        def allocate(self, fd: int, nbytes: int) -> bool:
+            self.num_calls += 1
+            if answers:
+                raise OSError(answers.pop(0), "no room")
+            return super().allocate(fd, nbytes)
+
+    files = Full()
+    with open(tmp_path / "new", "wb") as file:
+        is_told = len(codes) == num_calls
+        with pytest.raises(OSError, match="no room") if is_told else nullcontext():
+            with_room(files.allocate, file.fileno(), 8192)
+    assert files.num_calls == num_calls
 
 
 CHILD = """

@@ -135,6 +135,31 @@ async def test_an_abort_tells_once_of_each_file_that_stays(
     assert {*OLD, other} < set(told)
 
 
+async def test_a_disk_that_fails_for_good_hides_no_error(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Nothing can be cleared up either; what is said of the save is true."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "c"
+
+        def fault(operation: Operation, first: int = number) -> None:
+            if operation.number >= first:
+                raise OSError(errno.EIO, f"operation {operation.number}", operation.path)
+
+        files = RecordingFiles(fault)
+        try:
+            await write_files(storage_at(directory, executor, files), B, NEW)
+        except StorageError as error:
+            assert error.errno == errno.EIO
+            assert committed(directory) is None or error.in_doubt
+        else:
+            assert committed(directory) == NEW
+        assert files.num_open == 0
+        if number >= len(files.operations):
+            break
+    assert number > 12
+
+
 async def test_new_directories_are_synced_where_a_link_leads(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -237,6 +262,19 @@ async def test_a_rank_seals_its_files_by_name(tmp_path: Path, executor: Executor
             await member.seal()
     await member.abort()
     assert not directory.parent.exists()
+
+
+async def test_a_rank_that_cannot_make_its_directory_says_so(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """As a storage's error, with what the system said."""
+    for number in range(2):  # of the two that are missing
+        files = RecordingFiles(fail_at(number, errno.EACCES))
+        storage = storage_at(tmp_path / "new" / "c", executor, files)
+        with pytest.raises(StorageError, match="cannot join a save") as caught:
+            await storage.join(A)
+        assert caught.value.errno == errno.EACCES
+        assert names_in(tmp_path) == []
 
 
 def _fail_sync(operation: Operation, directory: Path) -> None:

@@ -244,6 +244,7 @@ async def test_where_nobody_can_tell_nothing_goes(
     with pytest.raises(StorageError, match="but it may stand") as caught:
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
     assert caught.value.in_doubt
+    assert caught.value.errno == code
     assert committed(tmp_path / "c") == NEW
     assert not overwrite or set(OLD) <= set(names_in(tmp_path / "c"))
 
@@ -295,6 +296,110 @@ async def test_who_takes_its_name_back_leaves_that_of_another(
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW)
     assert committed(tmp_path / "c") == OTHER
     assert set(NEW) <= set(names_in(tmp_path / "c"))
+
+
+async def test_a_name_that_an_earlier_copy_gave_is_not_taken_back(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Where names cannot be exchanged, and the directory cannot be synced once more."""
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files = RecordingFiles(has_exchange=False)
+
+    def fault(operation: Operation) -> None:
+        if operation.kind == "fsync_dir" and files.kinds("exchange"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    files.fault = fault
+    storage = storage_at(tmp_path / "c", executor, files)
+    attempt = await storage.begin(A, overwrite=True, resumes=True)
+    for name, data in OLD.items():
+        await attempt.keep(name, len(data))
+    with pytest.raises(StorageError, match="cannot commit"):
+        await attempt.commit(manifest_of(A, OLD))
+    assert attempt.is_published
+    await attempt.abort()
+    assert not files.kinds("replace")
+    assert committed(tmp_path / "c") == OLD
+
+
+class OvertakenAgain(RecordingFiles):
+    """Another save commits as this one, which cannot sync its name, gives it back."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def fsync_dir(self, path: str) -> None:
+        if self.kinds("exchange"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().fsync_dir(path)
+
+    def exchange(self, source: str, target: str) -> bool:
+        if len(self.kinds("exchange")) == 1:
+            put(self.directory, C, OTHER)
+        return super().exchange(source, target)
+
+
+def put(directory: Path, save_id: str, contents: dict[str, bytes]) -> None:
+    """Commit with plain means what takes the place of whatever is there."""
+    for name, data in contents.items():
+        (directory / name).write_bytes(data)
+    (directory / "new").write_bytes(manifest_of(save_id, contents))
+    (directory / "new").rename(directory / "manifest.json")
+
+
+async def test_who_gives_a_name_back_leaves_it_to_whom_it_is_by_then(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It was given to another save's in between, which is seen when the two have been exchanged."""
+    await begun(tmp_path / "c", executor, "exchange")
+    files = OvertakenAgain(tmp_path / "c")
+    with pytest.raises(StorageError, match="cannot commit"):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=True)
+    assert committed(tmp_path / "c") == OTHER
+
+
+async def test_what_a_copy_replaced_that_may_not_stay_comes_back(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Where names cannot be exchanged, and the very same checkpoint is removed meanwhile."""
+    await begun(tmp_path / "c", executor, "replace")
+    files = RecordingFiles(has_exchange=False)
+
+    def remove(operation: Operation) -> None:
+        if operation.kind == "replace" and not (tmp_path / "c" / f".manifest-{B}-old").exists():
+            (tmp_path / "c" / f".manifest-{B}-old").write_bytes(manifest_of(B, NEW))
+
+    files.fault = remove
+    storage = storage_at(tmp_path / "c", executor, files)
+    attempt = await storage.begin(B, overwrite=True, resumes=True)
+    await fill_attempt(attempt, NEW)
+    with pytest.raises(StorageError, match="is being removed there"):
+        await attempt.commit(manifest_of(B, NEW))
+    await attempt.abort()
+    assert committed(tmp_path / "c") == OLD
+
+
+async def test_what_comes_first_at_the_last_moment_is_replaced(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """There was nothing to exchange with, and then the name was taken."""
+    directory = tmp_path / "c"
+    files = RecordingFiles()
+
+    def overtake(operation: Operation) -> None:
+        if operation.kind == "publish":
+            put(directory, C, OTHER)
+
+    files.fault = overtake
+    await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    assert [kind for kind, _ in files.kinds("exchange", "publish")] == [
+        "exchange",
+        "publish",
+        "exchange",
+    ]
+    assert committed(directory) == NEW
+    assert names_in(directory) == sorted(["manifest.json", *NEW])
 
 
 async def test_what_was_not_made_is_not_removed(tmp_path: Path, executor: Executor) -> None:
@@ -357,6 +462,32 @@ async def test_who_cancels_a_commit_in_doubt_is_told_of_the_doubt(
     assert attempt.is_published
     await attempt.abort()
     assert committed(tmp_path / "c") == {}
+
+
+class SlowToRefuse(SlowToFail):
+    """Takes its time to say that it does not give the name, and does not."""
+
+    def _answer(self, operation: str, source: str, target: str) -> Any:
+        del operation, source
+        raise OSError(self.code, os.strerror(self.code), target)
+
+
+async def test_who_cancels_a_commit_that_fails_is_not_told_that_it_was_committed(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Nothing has changed, as after every cancellation."""
+    files = SlowToRefuse()
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
+    task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
+    await asyncio.to_thread(files.has_come.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    files.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not attempt.is_published
+    await attempt.abort()
+    assert not (tmp_path / "c").exists()
 
 
 def killed_before_rename() -> RecordingFiles:

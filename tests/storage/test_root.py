@@ -26,6 +26,7 @@ from ckptio.storage.leftovers import boot_id
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.storage.root_interface import Found
+from ckptio.storage.tombs import put_back_mistakes
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
 from tests.rig import (
     SAVE_IDS,
@@ -426,6 +427,63 @@ async def test_a_checkpoint_that_was_replaced_meanwhile_stays(
     assert committed(tmp_path / "a") == newer
     newest = await write(tmp_path / "a", threads, SAVE_IDS[1])  # the removal had the old one's lock
     assert names_in(tmp_path / "a") == sorted(["manifest.json", *newest])
+
+
+async def test_what_is_seen_to_be_replaced_is_not_taken(tmp_path: Path, threads: Threads) -> None:
+    """A removal that were killed then would leave it to others to put it back."""
+    await write(tmp_path / "a", threads)
+    newer: dict[str, bytes] = {}
+
+    def overtake(operation: Operation) -> None:
+        if ATTEMPT_PREFIX in operation.path and not newer:
+            other = Threads(1, "ckptio")
+            newer.update(asyncio.run(write(tmp_path / "a", other, SAVE_IDS[2])))
+            other.shutdown()
+
+    files = RecordingFiles(overtake)
+    with pytest.raises(StorageError, match="just now"):
+        await root_at(tmp_path, threads, files).remove("a")
+    assert not files.kinds("replace")
+    assert committed(tmp_path / "a") == newer
+
+
+async def test_what_was_taken_by_mistake_may_be_put_back_by_others(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """By a save that begins there, before the removal has seen what it took."""
+    await write(tmp_path / "a", threads)
+    newer: dict[str, bytes] = {}
+
+    def overtake(operation: Operation) -> None:
+        if operation.kind == "replace":
+            other = Threads(1, "ckptio")
+            newer.update(asyncio.run(write(tmp_path / "a", other, SAVE_IDS[2])))
+            other.shutdown()
+        elif operation.kind == "open" and "-old-" in operation.path:
+            put_back_mistakes(PosixFiles(), str(tmp_path / "a"))
+
+    with pytest.raises(StorageError, match="just now"):
+        await root_at(tmp_path, threads, RecordingFiles(overtake)).remove("a")
+    assert committed(tmp_path / "a") == newer
+
+
+async def test_a_checkpoint_that_somebody_else_removes_meanwhile_is_not_there(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """Before it is taken, or just after that."""
+    for name, suffix in (("a", "/manifest.json"), ("b", "")):
+        await write(tmp_path / name, threads)
+        files = RecordingFiles()
+
+        def remove(operation: Operation, files: RecordingFiles = files, end: str = suffix) -> None:
+            is_taken = bool(files.kinds("replace"))
+            is_ours = operation.path.endswith(end) if end else "-old-" in operation.path
+            if operation.kind == "open" and is_ours and (is_taken or files.kinds("lock")):
+                os.unlink(operation.path)
+
+        files.fault = remove
+        with pytest.raises(CheckpointNotFoundError):
+            await root_at(tmp_path, threads, files).remove(name)
 
 
 async def test_what_was_taken_by_mistake_is_put_back_by_a_sweep(
