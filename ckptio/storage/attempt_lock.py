@@ -99,7 +99,7 @@ class Attempts:
                 mine, held = self._held_of(some, names, stack)
                 free = [name for name in find(held) if name in names and owner_of(name) in mine]
                 free.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
-                is_less |= bool(free) and remove(free)
+                is_less |= remove(free)
         return is_less
 
     def remove_replaced(

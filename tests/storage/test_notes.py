@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from ckptio.storage.resolve import resolve_storage
 from ckptio.storage.root import LocalRoot
 from ckptio.storage.stores import Stores
 from ckptio.storage.streams import AwaitedSink
-from ckptio.testing import EventLog, MemoryStorage
+from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (
     SAVE_IDS,
     SMALL,
@@ -117,6 +118,40 @@ async def test_a_note_is_held_by_one(tmp_path: Path, executor: Executor) -> None
         assert await storage.has_note(A)
         await taken.drop()
         assert await storage.take_note(A) is None
+
+
+async def test_where_there_are_no_locks_a_note_is_taken_by_all(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """They write the same copy; none is owed for ever."""
+    files = RecordingFiles(has_locks=False)
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    await save_with_note(storage, A)
+    one, two = await storage.take_note(A), await storage.take_note(A)
+    assert one is not None
+    assert two is not None
+    for note in (one, two):
+        assert note.data == b"there"
+        await note.drop()
+    assert not await storage.has_note(A)
+
+
+async def test_a_note_that_cannot_be_removed_is_there_to_be_taken(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Who meant to drop it is told."""
+    files = RecordingFiles()
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    await save_with_note(storage, A)
+    note = await storage.take_note(A)
+    assert note is not None
+    files.fault = fail_kind("unlink")
+    with pytest.raises(StorageError, match="cannot remove a note"):
+        await note.drop()
+    files.fault = None
+    note = await storage.take_note(A)
+    assert note is not None
+    await note.drop()
 
 
 async def test_the_note_of_an_aborted_save_goes(storage: Storage) -> None:
@@ -232,6 +267,51 @@ async def test_a_file_that_is_gone_cannot_be_kept(tmp_path: Path, executor: Exec
         await attempt.keep(name, 10)
     await attempt.abort()
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", ["another name", "link", "FIFO"])
+async def test_what_is_no_file_of_its_own_is_not_written_to(
+    tmp_path: Path, executor: Executor, kind: str
+) -> None:
+    """Somebody has given it another name, or has put something else in its place."""
+    ((name, data),) = contents_of(A, 5000).items()
+    attempt = await local(tmp_path, executor).begin(A, overwrite=False)
+    await fill_attempt(attempt, {name: bytes(5000)})
+    await attempt.leave()
+    path, other = tmp_path / "c" / name, tmp_path / "other"
+    if kind == "another name":
+        other.hardlink_to(path)
+    else:
+        path.rename(other)
+        path.symlink_to(other) if kind == "link" else os.mkfifo(path)
+    attempt = await local(tmp_path, executor).begin(A, overwrite=False, resumes=True)
+    await fill_attempt(attempt, {name: data})
+    await attempt.commit(manifest_of(A, {name: data}))
+    assert committed(tmp_path / "c") == {name: data}
+    assert other.read_bytes() == bytes(5000)
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+async def test_what_cannot_be_synced_is_kept_for_a_checkpoint_alone(
+    tmp_path: Path, executor: Executor, *, is_committed: bool
+) -> None:
+    """What was only left goes: the system says it once, and whoever came next would trust it."""
+    contents = contents_of(A, 5000)
+    if is_committed:
+        await write_files(local(tmp_path, executor), A, contents)
+    else:
+        earlier = await local(tmp_path, executor).begin(A, overwrite=False)
+        await fill_attempt(earlier, contents)
+        await earlier.leave()
+    files = RecordingFiles(fail_kind("fsync"))
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    attempt = await storage.begin(A, overwrite=True, resumes=True)
+    (name,) = contents
+    with pytest.raises(StorageError, match="cannot take a data file over"):
+        await attempt.keep(name, 5000)
+    assert (name in names_in(tmp_path / "c")) == is_committed
+    await attempt.leave()
+    assert committed(tmp_path / "c") == (contents if is_committed else None)
 
 
 async def test_what_a_death_after_the_exchange_left_goes(

@@ -128,6 +128,26 @@ async def test_on_a_full_disk_only_locks_tell_what_is_dead(
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM]
+)
+async def test_where_no_file_can_be_made_what_was_quiet_for_long_goes(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Though it is another host's: this one's clock has to do."""
+    directory = tmp_path / "step-00000001"
+    await begin(directory, threads)
+    (directory / f".attempt-{SAVE_IDS[1]}").write_bytes(b"another boot")
+    age(directory)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(PosixFiles, "create", refuse)
+    await root_at(tmp_path, threads).sweep(directory.name, 100)
+    assert names_in(tmp_path) == []
+
+
 async def test_what_cannot_be_looked_at_is_an_error_or_told_of(
     tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
