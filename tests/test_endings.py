@@ -126,6 +126,7 @@ assert status == 0, status
 ASIDE_INTERRUPTED = """
 import contextlib, signal
 from ckptio.runtime import running
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 running.start_new_thread = lambda *_: signal.raise_signal(signal.SIGINT)
 with contextlib.suppress(KeyboardInterrupt):
     running.run_aside(lambda: None, "aside")
