@@ -25,11 +25,6 @@ class Made(Generic[T]):
         self._things: list[T] = []
 
     @property
-    def is_over(self) -> bool:
-        """Whether it is made, or will never be."""
-        return self._is_over.is_set()
-
-    @property
     def is_there(self) -> bool:
         """Whether it is made."""
         return bool(self._things)

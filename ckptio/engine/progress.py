@@ -56,14 +56,15 @@ class SaveProgress:
 
     async def begin(self, begin: Callable[[], Awaitable[Attempt]]) -> None:
         """Begin the attempt, beside the copies."""
-        try:
-            await self.attempt.make(begin())
-            self.context.has_begun = True
-        finally:
-            if self._patience is not None:
-                self._patience.cancel()
+        await self.attempt.make(begin())
+        self.context.has_begun = True
         if self.to_stage == 0 and not self._is_told:
             self._tell_staged()
+
+    def end(self) -> None:
+        """Tell nothing any more: all is written, or will never be."""
+        if self._patience is not None:
+            self._patience.cancel()
 
     def submitted(self) -> None:
         """The copies of a segment are made, or queued on a device.
@@ -99,13 +100,14 @@ class SaveProgress:
             self.writes_go.set()
             if self.attempt.is_there:
                 self._tell_staged()
-            elif not self.attempt.is_over:  # or it has failed, and so does the save
+            else:
                 wait_s = _PATIENCE_S if self.context.has_begun else _FIRST_PATIENCE_S
                 loop = asyncio.get_running_loop()
                 self._patience = loop.call_later(wait_s, self._tell_staged)
 
     def _tell_staged(self) -> None:
         """All is copied."""
+        self.end()
         self._is_told = True
         job = self.job
         is_known = job.moments.staged.is_awaited or self.context.observer is not None

@@ -251,15 +251,18 @@ async def write_buckets(
         name = data_file_name(job.save_id, context.ranks.rank, bucket.index)
         files.append(_File(name, bucket, first))
         first += len(bucket.segments)
-    async with Siblings() as group:
-        group.create_task(progress.begin(begin), name=f"begin {job.storage.path}")
-        for file in files:
-            part = group.create_task(
-                _carry(file, job, context, progress), name=f"bucket {file.name}"
-            )
-            # however it ends, cancelled before its first step too: others wait behind it
-            num = len(file.bucket.segments)
-            part.add_done_callback(functools.partial(progress.ended, file.first, num))
+    try:
+        async with Siblings() as group:
+            group.create_task(progress.begin(begin), name=f"begin {job.storage.path}")
+            for file in files:
+                part = group.create_task(
+                    _carry(file, job, context, progress), name=f"bucket {file.name}"
+                )
+                # however it ends, cancelled before its first step too: others wait behind it
+                num = len(file.bucket.segments)
+                part.add_done_callback(functools.partial(progress.ended, file.first, num))
+    finally:
+        progress.end()
     progress.require_settled()
     return [file.receipt() for file in files]
 

@@ -218,7 +218,7 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         return
     ended = threading.Lock()
     ended.acquire()
-    stops_waiting: Callable[[], object] = int
+    at_end: Finalize | None = None
 
     def run() -> None:
         try:
@@ -226,16 +226,18 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         finally:
             _ASIDE.discard(ended)
             ended.release()
-            stops_waiting()
+            if at_end is not None:
+                at_end.cancel()
 
     try:
         _ASIDE.add(ended)
         if multiprocessing.parent_process() is not None:  # its end is none that `atexit` knows of
-            stops_waiting = Finalize(None, ended.acquire, exitpriority=0).cancel
+            at_end = Finalize(None, ended.acquire, exitpriority=0)
         start_new_thread(_launch, (run, name))
     except BaseException as error:  # an interrupt, perhaps before the thread: nobody ends this
         _ASIDE.discard(ended)
-        stops_waiting()
+        if at_end is not None:
+            at_end.cancel()
         if not isinstance(error, RuntimeError):
             raise
 

@@ -48,9 +48,9 @@ _MAX_HELD = 64
 
 _Identity = tuple[int, int]
 
-#: Files that are held: descriptor, and device and inode. A child that is forked meanwhile closes
-#: them, as it begins; what they take would not be free before its end.
-_held: set[tuple[int, _Identity]] = set()
+#: Files that are held, and the bytes of each: descriptor, and device and inode. A child that is
+#: forked meanwhile closes them, as it begins; what they take would not be free before its end.
+_held: dict[tuple[int, _Identity], int] = {}
 #: What is being freed, or will be: from the first file on that it holds.
 _under_way: set[Freeing] = set()
 
@@ -68,7 +68,6 @@ class Freeing:
         self._executor = executor
         self._holds = not _under_way
         self._mine: list[tuple[int, _Identity]] = []
-        self._nbytes = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -99,25 +98,27 @@ class Freeing:
             fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # there is none, or too many are open
             return
-        is_kept = False
-        # a server may not tell, or not know it any more: what becomes of the name says `unlink`
         with contextlib.suppress(OSError):
-            status = os.fstat(fd)
-            is_large = stat.S_ISREG(status.st_mode) and status.st_size >= _MIN_NBYTES
-            room = os.statvfs(fd)
-            nbytes = self._nbytes + status.st_size
-            has_room = nbytes <= room.f_bavail * room.f_frsize
-            if is_large and has_room and linux.is_of_this_host(fd):
-                held = fd, (status.st_dev, status.st_ino)
-                _held.add(held)
-                with self._lock:  # who finds no room frees what there is by now
-                    self._mine.append(held)
-                    _under_way.add(self)
-                self._nbytes = nbytes
-                is_kept = True
-        if not is_kept:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+            # a server may not tell, or not know it any more: what becomes of the name says `unlink`
+            if self._take(fd):
+                return
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+    def _take(self, fd: int) -> bool:
+        """Hold an open file, if it is one to hold."""
+        status, disk = os.fstat(fd), os.statvfs(fd)
+        nbytes, room = status.st_size, disk.f_bavail * disk.f_frsize
+        is_large = stat.S_ISREG(status.st_mode) and nbytes >= _MIN_NBYTES
+        has_room = sum([*_held.values(), nbytes]) <= room
+        if not is_large or not has_room or not linux.is_of_this_host(fd):
+            return False
+        held = fd, (status.st_dev, status.st_ino)
+        _held[held] = nbytes
+        with self._lock:  # who finds no room frees what there is by now
+            self._mine.append(held)
+            _under_way.add(self)
+        return True
 
     def free(self) -> None:
         """Close what is held. Blocks; who comes second waits for the first."""
@@ -125,7 +126,7 @@ class Freeing:
             for held in self._mine:
                 with contextlib.suppress(OSError):  # the disk fails; it has no name any more
                     os.close(held[0])
-                _held.discard(held)
+                _held.pop(held, None)
             self._mine.clear()
             _under_way.discard(self)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio import SaveHandle
+    from ckptio.events import Event
     from ckptio.testing import Operation
     from ckptio.testing.memory import MemoryAttempt
 
@@ -204,6 +205,30 @@ def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
         assert_nothing_left(storage)
 
     run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_told_of_a_save_that_has_ended(
+    state: dict[str, torch.Tensor], seed: int
+) -> None:
+    """Also where it is aborted before the first step of what would begin it."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        def observe(event: Event) -> None:
+            log(event)
+            if isinstance(event, SaveStarted):
+                handle.abort()
+
+        async with inline_engine({"memory": SlowStorage("memory")}, observer=observe) as engine:
+            handle = engine.save(state, "memory")
+            with pytest.raises(SaveAbortedError):
+                await handle
+            await asyncio.sleep(100)
+
+    run_virtual(scenario(), seed=seed)
+    assert [type(event) for event in log.events] == [SaveStarted, SaveFailed]
 
 
 def test_who_waits_for_copies_hears_what_is_wrong_with_the_place() -> None:
