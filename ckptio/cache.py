@@ -155,7 +155,9 @@ class MetadataCache:
         """
         if not self._open:
             raise _closed()
-        identity = storage.identity
+        identity = await storage.identify()
+        if not self._open:
+            raise _closed()
         loop = asyncio.get_running_loop()
         entry = self._entries.get(identity)
         if entry is not None and not fresh and loop.time() - entry.asked_s < self._ttl_s:

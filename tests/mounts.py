@@ -113,7 +113,7 @@ class Mount:
             yield
         finally:
             self.answer()
-        assert self._guilty == []
+        assert self._guilty == [], self._guilty
 
 
 class HangingFiles(PosixFiles):

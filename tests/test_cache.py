@@ -524,6 +524,25 @@ def test_cancelling_the_cache_answers_everybody(seed: int, at_s: float) -> None:
     run_virtual(scenario(), seed=seed)
 
 
+async def test_who_learns_where_a_checkpoint_is_after_the_end_is_told() -> None:
+    """Nobody serves any more."""
+    goes_on = asyncio.Event()
+
+    class Hung(MemoryStorage):
+        async def identify(self) -> str:
+            await goes_on.wait()
+            return await super().identify()
+
+    async with running_cache() as cache:
+        reader = asyncio.create_task(cache.get(Hung("m")))
+        cache.close()
+        while cache._open:
+            await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(EngineClosedError):
+            await asyncio.wait_for(reader, 60)
+
+
 @pytest.mark.usefixtures("no_leaks", "no_tasks")
 async def test_links_and_their_targets_are_one_entry(tmp_path: Path) -> None:
     """`latest -> step-3` and `step-3` share an entry; a link that moves gives the new content."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
+    from ckptio.storage.interface import Storage
 
 _log = logging.getLogger("ckptio")
 
@@ -92,7 +93,7 @@ class EngineContext:
         jobs: On rank 0, what was decided in earlier saves, by plan.
         last_job: Of those, what was decided last.
         planning: Serialises planning, because each plan starts from the previous `last_job`.
-        received: Manifests that rank 0 has read, by identity.
+        received: Manifests that rank 0 has read, by path: whose content is as it says is asked.
         files: Files open for reading at a time.
         lanes: Threads that read files of what is not cached at a time, of all loads together;
             each holds a slab, and what is left of the pool is for others.
@@ -102,7 +103,7 @@ class EngineContext:
         has_begun: Whether any save has found a place to write to.
         copies: Copies to a second tier.
         notes: Notes of those that have not begun.
-        turns: Saves to each place, by its identity, one after another.
+        turns: Saves under way, of which those to one place end one after another.
     """
 
     config: CheckpointConfig
@@ -134,7 +135,7 @@ class EngineContext:
     notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
     has_begun: bool = False
-    turns: Line = field(default_factory=Line)
+    turns: Line[Storage] = field(default_factory=Line)
 
     def __post_init__(self) -> None:
         """Make what is empty at first, and the limits."""

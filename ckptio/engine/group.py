@@ -107,14 +107,14 @@ async def fetch_manifest(
         except CheckpointNotFoundError as error:
             # raised as such on every rank: who resumes catches it
             return Same({"save_id": None, "hint": error.message})
-        context.received.put(storage.identity, manifest)
+        context.received.put(storage.path, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}
         if any(message["has"] != manifest.save_id for message in messages):
             encoded = await run_blocking(context.executor, encode_again, manifest)
             answer["manifest"] = encoded.decode()
         return Same(answer)
 
-    has = context.received.get(storage.identity)
+    has = context.received.get(storage.path)
     course.next_session = ""
     async with context.ranks.session(course.of(phase), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
@@ -126,12 +126,12 @@ async def fetch_manifest(
     if answer["save_id"] is None:
         course.next_session = ""
         raise CheckpointNotFoundError(storage.path, answer["hint"])
-    latest = context.received.get(storage.identity)
+    latest = context.received.get(storage.path)
     if latest is None or latest.save_id != answer["save_id"]:
         latest = await run_blocking(
             context.executor, decode_manifest, answer["manifest"].encode(), is_passed_on=True
         )
-        context.received.put(storage.identity, latest)
+        context.received.put(storage.path, latest)
     return latest
 
 

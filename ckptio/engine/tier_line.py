@@ -77,7 +77,7 @@ class CopyLine:
         self._next = 1  # the lowest number that has no place yet, and may want one
         self._passed: set[int] = set()  # numbers above `_next`
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._targets = Line()
+        self._targets: Line[str] = Line()
         self._watching: list[asyncio.Future[None]] = []
         self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
@@ -177,8 +177,9 @@ class CopyLine:
             async with self._places:
                 if ticket is not None:
                     self.let_pass(ticket)
-                if before is not None:
-                    await asyncio.shield(before)
+                for end, other in before:
+                    if other == target:
+                        await asyncio.shield(end)
                 yield
 
     async def turn(self, ticket: int) -> None:

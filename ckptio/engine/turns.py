@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import wait
 from ckptio.events import SaveQueued
@@ -15,55 +15,65 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
-    from ckptio.storage.interface import Attempt
+    from ckptio.storage.interface import Attempt, Storage
 
     #: Waits until earlier saves to the same place have ended.
     MyTurn = Callable[[Attempt], Awaitable[None]]
 
+T = TypeVar("T")
 
-class Line:
-    """Who comes next to a place waits for who came before; by the name of the place."""
+
+class Line(Generic[T]):
+    """What is under way, in the order in which it was asked for, each with a place."""
 
     def __init__(self) -> None:
-        self._last: dict[str, asyncio.Future[None]] = {}
+        self._ends: dict[asyncio.Future[None], T] = {}
 
     @contextlib.contextmanager
-    def enter(self, place: str) -> Iterator[asyncio.Future[None] | None]:
-        """Be the last one for a place; gives what is done when those before have ended."""
-        before = self._last.get(place)
-        end = self._last[place] = asyncio.get_running_loop().create_future()
-
-        def finish(_: object) -> None:
-            end.set_result(None)
-            if self._last.get(place) is end:
-                del self._last[place]
-
+    def enter(self, place: T) -> Iterator[list[tuple[asyncio.Future[None], T]]]:
+        """Be the last one; gives those before: what is done when one has ended, and its place."""
+        before = list(self._ends.items())
+        end = asyncio.get_running_loop().create_future()
+        self._ends[end] = place
         try:
             yield before
         finally:
-            if before is None or before.done():
-                finish(None)
-            else:  # this one ended early: who comes next still waits for the one before
-                before.add_done_callback(finish)
+            del self._ends[end]
+            end.set_result(None)
 
 
-@contextlib.asynccontextmanager
-async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
+@contextlib.contextmanager
+def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     """Let saves to one place commit in the order in which they were asked for.
 
     A later save copies and writes meanwhile, and waits for the end of the earlier one only
     before its commit: the newest state is what stays. Gives what waits for the turn.
+
+    Which of the others go to the same place by another name is asked then, too: a mount whose
+    server is gone does not answer, and copies are not to wait for it.
     """
-    with context.turns.enter(job.storage.identity) as before:
+    storage = job.storage
+    with context.turns.enter(storage) as before:
 
         async def my_turn(attempt: Attempt) -> None:
-            while before is not None and not before.done():
-                await wait((before,), timeout_s=STAY_S)
-                await attempt.stay()
+            await storage.locate()
+            for end, other in before:
+                if not end.done() and await _is_same(storage, other):
+                    while not end.done():
+                        await wait((end,), timeout_s=STAY_S)
+                        await attempt.stay()
             if job.permit is not None:
                 await job.permit()
 
         yield my_turn
+
+
+async def _is_same(storage: Storage, other: Storage) -> bool:
+    """Whether another storage is of the same place as one that was located."""
+    if other.path != storage.path:
+        await other.locate()
+        return other.identity == storage.identity
+    return True
 
 
 @contextlib.asynccontextmanager

@@ -74,6 +74,10 @@ class AnyStorage:
         """The same for two names of the same place."""
         return self._inner.identity
 
+    async def identify(self) -> str:
+        """Give `identity` as it is now; see `storage.interface.Storage`."""
+        return await self._inner.identify()
+
     async def locate(self) -> bool:
         """Find `identity` out; see `storage.interface.Storage`."""
         return await self._inner.locate()

@@ -40,7 +40,7 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
     Raises:
         CheckpointError: The first failure of any part.
     """
-    async with turn(job, context) as my_turn:
+    with turn(job, context) as my_turn:
         is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
         if context.ranks.world_size > 1 or is_sharded:
             return await save_together(job, context, my_turn)

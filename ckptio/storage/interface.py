@@ -145,6 +145,10 @@ class Storage(Protocol):
         """
         ...
 
+    async def identify(self) -> str:
+        """Give `identity` as it is now, however long the place takes to answer."""
+        ...
+
     async def locate(self) -> bool:
         """Find `identity` out, so that it does not block from here on, nor change.
 

@@ -88,6 +88,10 @@ class LocalStorage:
         """The directory with links followed; blocks unless it was located."""
         return self._located or os.path.realpath(self._path)
 
+    async def identify(self) -> str:
+        """Follow links on a thread; see `interface.Storage`."""
+        return await run_blocking(self._executor, lambda: self.identity)
+
     async def locate(self) -> bool:
         """Find `identity` out on a thread of its own; see `interface.Storage`."""
         try:

@@ -88,6 +88,10 @@ class ObjectStorage:
         """The store and the prefix."""
         return f"{self._open_store.identity}/{self._prefix}"
 
+    async def identify(self) -> str:
+        """The same; see `interface.Storage`."""
+        return self.identity
+
     async def locate(self) -> bool:
         """Nothing: its name says where it is; see `interface.Storage`."""
         return True

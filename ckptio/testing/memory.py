@@ -117,6 +117,10 @@ class MemoryStorage:
         """The same for two names of one place."""
         return self._identity
 
+    async def identify(self) -> str:
+        """The same; see `interface.Storage`."""
+        return self.identity
+
     async def locate(self) -> bool:
         """Nothing: its name says where it is; see `interface.Storage`."""
         return True

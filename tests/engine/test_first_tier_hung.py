@@ -1,0 +1,69 @@
+"""A first tier on a mount whose server is gone: its own saves and loads wait, and nothing else."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio import KeepLast, sync
+from ckptio.engine import progress
+from ckptio.storage import local
+from tests.mounts import Mount
+from tests.rig import SMALL, assert_same, filled_state, random_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [100_000, 3000]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    monkeypatch.setattr(local, "_LOOK_S", 0.05)
+    monkeypatch.setattr(progress, "_FIRST_PATIENCE_S", 0.05)
+    return Mount(tmp_path / "far", monkeypatch)
+
+
+def test_training_and_saves_to_other_places_go_on(tmp_path: Path, mount: Mount) -> None:
+    """The state may change, and is committed as it was when the server is back."""
+    near, far, state = tmp_path / "near", tmp_path / "far", random_state(SIZES)
+    with sync.Engine(SMALL) as engine:
+        with mount.hanging():
+            hung = engine.start_save(state, far)
+            hung.staged.wait()
+            engine.save(filled_state(SIZES, 1), near)
+            assert_same(engine.load(near), filled_state(SIZES, 1))
+            assert not hung.committed.done()
+        hung.result()
+        assert_same(engine.load(far), state)
+
+
+def test_so_they_do_where_it_is_loaded_from(tmp_path: Path, mount: Mount) -> None:
+    """The one load that asked for it waits."""
+    near, far, state = tmp_path / "near", tmp_path / "far", random_state(SIZES)
+    sync.save(state, far, config=SMALL)
+    with sync.Engine(SMALL) as engine, ThreadPoolExecutor(1) as pool:
+        with mount.hanging():
+            hung = pool.submit(engine.load, far)
+            mount.wait_until_hung(str(far))
+            engine.save(filled_state(SIZES, 1), near)
+        assert_same(hung.result(), state)
+
+
+def test_so_it_does_with_the_steps_of_a_run(tmp_path: Path, mount: Mount) -> None:
+    """For as many saves as may be in flight; all of them are steps when the server is back."""
+    root, state = tmp_path / "far", random_state(SIZES)
+    with sync.Checkpointer(root, keep=KeepLast(3), config=SMALL) as checkpointer:
+        for step in range(3):
+            checkpointer.save(state, step)
+        with mount.hanging():
+            hung = [checkpointer.start_save(state, step) for step in (3, 4)]
+            for handle in hung:
+                handle.staged.wait()
+        for handle in hung:
+            handle.result()
+    with sync.Checkpointer(root, config=SMALL) as checkpointer:
+        assert checkpointer.steps() == (2, 3, 4)

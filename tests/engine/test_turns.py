@@ -1,0 +1,139 @@
+"""Saves to one place: in which order they commit, and when it is asked whether it is one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.config import KiB
+from ckptio.errors import SaveAbortedError
+from ckptio.testing import MemoryStorage, run_virtual
+from tests.job_rig import job
+from tests.rig import assert_same, filled_state, inline_engine
+
+if TYPE_CHECKING:
+    from ckptio import Engine
+    from ckptio.testing.memory import MemoryAttempt
+
+SIZES = [KiB]
+
+
+class SlowStorage(MemoryStorage):
+    """Takes a minute to begin a save, so that later ones to other names are ready before it."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await asyncio.sleep(60)
+        return await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+
+
+class LostStorage(SlowStorage):
+    """Does not say where it is before long, and is known by its path then."""
+
+    async def locate(self) -> bool:
+        await asyncio.sleep(5)
+        return False
+
+
+class LocatedStorage(MemoryStorage):
+    """May block where it is asked for its place before that was found out."""
+
+    is_located = False
+
+    @property
+    def identity(self) -> str:
+        assert self.is_located
+        return super().identity
+
+    async def identify(self) -> str:
+        return super().identity
+
+    async def locate(self) -> bool:
+        self.is_located = True
+        return True
+
+    def another_name(self, path: str) -> MemoryStorage:
+        twin = LocatedStorage(path, identity=self._identity)
+        twin._place = self._place
+        return twin
+
+
+def test_by_two_names_of_it_the_newest_state_stays() -> None:
+    """It waits for the older one, though it is ready before."""
+
+    async def scenario() -> None:
+        one = SlowStorage("one")
+        async with inline_engine({"one": one, "two": one.another_name("two")}) as engine:
+            older = engine.save(filled_state(SIZES, 1), "one")
+            await engine.save(filled_state(SIZES, 2), "two", overwrite=True)
+            assert older.committed.done()
+            assert_same(await engine.load("one"), filled_state(SIZES, 2))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_one_that_ends_early_lets_nobody_pass_who_waited_behind_it() -> None:
+    """What it waited for itself has not ended."""
+
+    async def scenario() -> None:
+        one = SlowStorage("one")
+        storages = {name: one.another_name(name) for name in ("two", "three")}
+        async with inline_engine({"one": one, **storages}) as engine:
+            older = engine.save(filled_state(SIZES, 1), "one")
+            aborted = engine.save(filled_state(SIZES, 2), "two", overwrite=True)
+            newest = engine.save(filled_state(SIZES, 3), "three", overwrite=True)
+            await asyncio.sleep(1)
+            aborted.abort()
+            with pytest.raises(SaveAbortedError):
+                await aborted
+            await newest
+            assert older.committed.done()
+            assert_same(await engine.load("one"), filled_state(SIZES, 3))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_save_to_another_place_is_not_waited_for() -> None:
+    """Nor, for longer than it takes to give it up, one whose place does not say where it is."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        for first, wait_s in ((SlowStorage("one"), 0.0), (LostStorage("one"), 5.0)):
+            storages = {"one": first, "two": MemoryStorage("two")}
+            async with inline_engine(storages) as engine:
+                older, called_s = engine.save(filled_state(SIZES, 1), "one"), loop.time()
+                await engine.save(filled_state(SIZES, 2), "two")
+                assert wait_s <= loop.time() - called_s < wait_s + 1
+                assert not older.committed.done()
+                await older
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_where_a_place_is_is_found_out_before_that_is_needed() -> None:
+    """On no rank does the loop wait for a mount that hangs."""
+
+    async def scenario() -> None:
+        place = LocatedStorage("memory")
+        async with job(3, place) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save({f"{rank}": filled_state(SIZES, rank)}, "memory")
+
+            await ranks.all(save)
+        async with job(3, place) as ranks:
+
+            async def load(rank: int, engine: Engine) -> None:
+                found = await engine.load("memory")
+                assert_same(found[f"{rank}"], filled_state(SIZES, rank))
+
+            await ranks.all(load)
+        for call in ("save", "load"):
+            async with inline_engine({"memory": place.another_name("memory")}) as engine:
+                if call == "save":
+                    await engine.save(filled_state(SIZES, 0), "memory", overwrite=True)
+                else:
+                    assert_same(await engine.load("memory"), filled_state(SIZES, 0))
+
+    run_virtual(scenario(), seed=0)
