@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,9 @@ from ckptio.errors import StagingError
 from ckptio.staging import pool as pool_module
 from ckptio.staging.pool import CopiesLostError, Slab, SlabPool
 from ckptio.testing import run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PAGE = 4096
 seeds = st.integers(0, 10_000)
@@ -325,6 +329,25 @@ async def test_a_spare_slab_that_cannot_be_unpinned_stays_mapped() -> None:
     pool.close()
 
 
+async def test_a_spare_slab_that_a_device_may_write_to_stays_mapped() -> None:
+    """As those of the pool; what any other error ends goes at once."""
+    pool = SlabPool(PAGE, PAGE)
+    kept = len(pool_module._lost)
+    with pytest.raises(CopiesLostError):
+        async with pool.spare(for_device=True) as lost:
+            raise CopiesLostError("an event cannot be waited for")
+    with pytest.raises(OSError, match="unplugged"):
+        async with pool.spare(for_device=True) as other:
+            raise OSError("unplugged")
+    assert pool_module._lost[kept:] == [lost]
+    del pool_module._lost[kept:]
+    lost.view[0] = 1
+    lost.close()
+    with pytest.raises(ValueError, match="released"):
+        other.view[0]
+    pool.close()
+
+
 @given(seed=seeds, slabs=st.integers(1, 4), at_s=st.floats(0, 3))
 def test_what_blocks_is_called_elsewhere_and_waited_for(seed: int, slabs: int, at_s: float) -> None:
     """Touching and pinning, slab by slab; leases come in between; cancelled, nothing is lost."""
@@ -360,6 +383,52 @@ def test_what_blocks_is_called_elsewhere_and_waited_for(seed: int, slabs: int, a
         assert pins.pinned == {}
 
     run_virtual(scenario(), seed=seed)
+
+
+async def test_memory_is_touched_and_pinned_where_the_loop_is_not() -> None:
+    """Both take a second a GB: who owns the pool says where, and each slab goes there twice."""
+    pins = Pins()
+    num_pinned: list[int] = []
+
+    async def run_elsewhere(work: Callable[[], None]) -> None:
+        before = pins.num_pins
+        work()
+        num_pinned.append(pins.num_pins - before)
+
+    pool = SlabPool(2 * PAGE, PAGE, run_elsewhere)
+    pool.use_pinning(pins)
+    await pool.prewarm()
+    assert num_pinned == [0, 1, 0, 1]
+    pool.close()
+
+
+async def test_prewarming_pins_what_was_there_and_leaves_who_took_some_alone() -> None:
+    """A slab that was taken before there was a device is pinned too, unless it is lent by then."""
+    pins = Pins()
+    took = asyncio.Event()
+
+    async def run_elsewhere(work: Callable[[], None]) -> None:
+        if pins.num_pins == 0:
+            await took.wait()
+        work()
+
+    pool = SlabPool(2 * PAGE, PAGE, run_elsewhere)
+    async with pool.lease(), pool.lease():
+        pass
+    pool.use_pinning(pins)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pool.prewarm())
+        await asyncio.sleep(0)
+        async with pool.lease() as lent:
+            took.set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not lent.pinned
+    assert pins.num_pins == 1
+    await pool.prewarm()
+    assert pins.num_pins == 2
+    assert pool.statistics().num_allocations == 2
+    pool.close()
 
 
 def test_children_find_zeros_where_the_pool_is() -> None:
@@ -442,3 +511,86 @@ async def test_who_waits_for_a_slab_that_is_lost_is_told(monkeypatch: pytest.Mon
     assert [type(end) for end in ends] == [CopiesLostError, StagingError, StagingError]
     assert pool.statistics().leased_nbytes == 0
     pool.close()
+
+
+def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no memory for another one, but somebody else still has one: nobody need fail."""
+
+    async def scenario() -> None:
+        pool = SlabPool(2 * PAGE, PAGE)
+        crowded = asyncio.Event()
+
+        async def lose() -> None:
+            async with pool.lease():
+                await crowded.wait()
+                monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
+                raise CopiesLostError("an event cannot be waited for")
+
+        async def hold() -> str:
+            async with pool.lease():
+                await lost.wait()
+            return "held"
+
+        async def wait() -> str:
+            while pool.statistics().leased_nbytes < 2 * PAGE:
+                await asyncio.sleep(0)
+            async with pool.lease():
+                return "got one"
+
+        def refuse(_: int) -> Slab:
+            lost.set()
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        lost = asyncio.Event()
+        kept = len(pool_module._lost)
+        with pool.watched(crowded.set):
+            ends = await asyncio.gather(lose(), hold(), wait(), return_exceptions=True)
+        del pool_module._lost[kept:]
+        assert isinstance(ends[0], CopiesLostError)
+        assert ends[1:] == ["held", "got one"]
+        assert pool.statistics().taken_nbytes == PAGE
+        assert pool.statistics().leased_nbytes == 0
+        assert not pool._on_crowded
+        pool.close()
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_slab_that_is_lost_makes_room_for_another_one() -> None:
+    """What a device may write to counts for nothing: who waits gets a new one in its place."""
+
+    async def scenario() -> None:
+        pool = SlabPool(PAGE, PAGE)
+        crowded = asyncio.Event()
+        slabs: list[Slab] = []
+
+        async def lose() -> None:
+            async with pool.lease() as slab:
+                slabs.append(slab)
+                await crowded.wait()
+                raise ExceptionGroup("copies", [CopiesLostError("an event cannot be waited for")])
+
+        async def wait() -> None:
+            while not slabs:
+                await asyncio.sleep(0)
+            async with pool.lease() as slab:
+                slabs.append(slab)
+
+        kept = len(pool_module._lost)
+        with pool.watched(crowded.set):
+            await asyncio.gather(lose(), wait(), return_exceptions=True)
+        lost, new = slabs
+        assert pool_module._lost[kept:] == [lost]
+        del pool_module._lost[kept:]
+        assert new is not lost
+        statistics = pool.statistics()
+        assert statistics.taken_nbytes == PAGE
+        assert statistics.leased_nbytes == 0
+        assert statistics.num_allocations == 2
+        pool.close()
+        lost.view[0] = 1  # it is still mapped
+        lost.close()
+
+    run_virtual(scenario(), seed=0)
