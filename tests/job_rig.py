@@ -177,7 +177,9 @@ async def job(
                 readers=Threads(config.max_reads, "ckptio-read"),
                 waiters=Threads(1, "ckptio-wait"),
                 pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-                cache=MetadataCache(config.cache_entries, config.cache_nbytes),
+                cache=MetadataCache(
+                    config.cache_entries, config.cache_nbytes, ttl_s=config.cache_ttl_s
+                ),
                 observer=observer,
                 ranks=ranks,
                 linker=linker,

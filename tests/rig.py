@@ -340,7 +340,7 @@ async def inline_engine(
         writers=writers,
         readers=readers,
         pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-        cache=MetadataCache(config.cache_entries, config.cache_nbytes),
+        cache=MetadataCache(config.cache_entries, config.cache_nbytes, ttl_s=config.cache_ttl_s),
         observer=observer,
     )
     core = InlineCore(context, storages)

@@ -77,6 +77,16 @@ async def test_what_was_committed_here_last_stays_whatever_the_clocks_say(tmp_pa
     assert (event.step, event.highest) == (81, 100)
 
 
+async def test_a_higher_step_that_a_run_saved_itself_is_no_news(tmp_path: Path) -> None:
+    """It is told of what it found there, as that may be loaded instead; not of its own steps."""
+    log = EventLog()
+    async with Checkpointer(tmp_path, keep=KeepLast(3), config=SMALL, observer=log) as ckpt:
+        for step in (5, 3, 4):
+            await ckpt.save(state_of(step), step)
+    assert names_in(tmp_path) == [step_name(3), step_name(4), step_name(5)]
+    assert log.of(HigherStepFound) == []
+
+
 async def test_steps_that_a_run_went_back_from_are_discarded(tmp_path: Path) -> None:
     """From both tiers; then the newest is the run's own, and numbers can be saved again."""
     near, far = tmp_path / "near", tmp_path / "far"

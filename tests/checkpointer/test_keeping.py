@@ -31,7 +31,7 @@ from tests.storage.test_leftovers import stopped_save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckptio import Checkpointer, Engine
+    from ckptio import Checkpointer, Engine, SaveHandle
     from ckptio.plan.retention import StepRecord
     from ckptio.testing import Operation
 
@@ -415,6 +415,60 @@ class _Counting(LocalRoot):
             return await super().remove(name, save_id)
         finally:
             self.num_now -= 1
+
+
+class _Preempted(LocalRoot):
+    """A root where the last save is called for, and begins, as soon as some steps are removed."""
+
+    def __init__(self, *args: Any, ckpt: Checkpointer, step: int) -> None:
+        super().__init__(*args)
+        self._ckpt, self._step = ckpt, step
+        self.save: SaveHandle | None = None
+        self.removed: list[str] = []
+        self.hurried: list[str] = []
+
+    async def remove(self, name: str, save_id: str | None = None) -> int:
+        if self.save is not None and not self.save.done():
+            self.hurried.append(name)
+        nbytes = await super().remove(name, save_id)
+        self.removed.append(name)
+        if len(self.removed) == MAX_REMOVALS:
+            self._ckpt.preempt("a notice")
+            while not self._ckpt._core.ending.is_called:
+                await asyncio.sleep(0)
+            self.save = self._ckpt.save(filled_state(SIZES, 1), self._step)
+        return nbytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_removed_beside_the_last_save(tmp_path: Path, seed: int) -> None:
+    """What time is left is the save's; steps that were about to go do so when it is committed."""
+    last = 3 * MAX_REMOVALS
+
+    async def scenario() -> None:
+        async with engines(seed=seed) as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in range(1, last - 1):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            ckpt = checkpointer_on(engine, tmp_path, keep=KeepLast(1))
+            roots: list[_Preempted] = []
+
+            def make_root(path: Any, *args: Any) -> _Preempted:
+                roots.append(_Preempted(str(path), *args[:3], ckpt=ckpt, step=last))
+                return roots[-1]
+
+            ckpt._core.make_root = make_root
+            async with ckpt:
+                await ckpt.save(filled_state(SIZES, last - 1), last - 1)
+                for running in list(ckpt._core.upkeep.passes):
+                    await running.end.wrapped()
+            (root,) = roots
+            assert root.save is not None
+            assert root.hurried == []
+            assert len(root.removed) == last - 1
+            assert committed_steps(tmp_path) == [last]
+
+    run_virtual(scenario(), seed=seed)
 
 
 def test_a_few_steps_are_removed_at_a_time(tmp_path: Path) -> None:

@@ -655,6 +655,23 @@ def test_what_files_are_written_to_fails_the_save_where_somebody_cancels_it(kind
     run_virtual(scenario(), seed=0)
 
 
+def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_engine() -> None:
+    """`cache_ttl_s` is about what others save: who saves over a checkpoint loads the new one."""
+
+    async def scenario() -> None:
+        storages = {name: MemoryStorage(name) for name in ("near/a", "far/a")}
+        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+            for value in (1, 2):
+                state = filled_state([KiB], value)
+                handle = engine.save(state, "near/a", then="far/a", overwrite=True)
+                await handle
+                assert_same(await engine.load("near/a"), state)
+                await handle.durable
+                assert_same(await engine.load("far/a"), state)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:
     """The save goes on, and others still wait for the same moment."""
 

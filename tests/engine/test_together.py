@@ -24,7 +24,7 @@ from ckptio.errors import (
 from ckptio.events import RanksAwaited
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, blank, job, shards_of
-from tests.rig import inline_engine, random_state
+from tests.rig import config_with, inline_engine, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,19 @@ def test_the_second_save_takes_one_round() -> None:
                 await save_all(ranks, full, overwrite=True)
                 rounds.append(ranks.ranks.ranks[0].num_rounds)
             assert [b - a for a, b in itertools.pairwise(rounds)] == [2, 1, 1]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_job() -> None:
+    """`cache_ttl_s` is about what others save: each rank knows what it has saved over itself."""
+
+    async def scenario() -> None:
+        async with job(2, config=config_with(cache_ttl_s=1e6)) as ranks:
+            for seed in (1, 2):
+                infos = await save_all(ranks, full_state(seed), overwrite=True)
+                manifests = await ranks.all(lambda _, engine: engine.inspect("memory"))
+                assert {manifest.save_id for manifest in manifests} == {infos[0].save_id}
 
     run_virtual(scenario(), seed=0)
 
