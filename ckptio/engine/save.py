@@ -263,6 +263,7 @@ async def write_buckets(
                 part.add_done_callback(functools.partial(progress.ended, file.first, num))
     finally:
         progress.end()
+    await progress.attempt.get()  # without files, nobody else learns that its task was cancelled
     progress.require_settled()
     return [file.receipt() for file in files]
 

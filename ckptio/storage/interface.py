@@ -237,7 +237,8 @@ class Storage(Protocol):
             overwrite: Whether a checkpoint that is there may be replaced.
             resumes: An attempt of this very save may have ended before its commit, or
                 just after it. What it left is taken over: data files that are not kept
-                (`Attempt.keep`) may be created again, and a manifest committed again.
+                (`Attempt.keep`) may be created again, and a manifest committed again. Where
+                this fails, or is cancelled, it stays for the next.
 
         Raises:
             CommitConflictError: The earlier attempt is still under way.

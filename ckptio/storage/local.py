@@ -292,7 +292,8 @@ class LocalStorage:
         try:
             await run_blocking(self._executor, prepare)
         except BaseException:
-            await attempt.abort()
+            has_more = isinstance(attempt, ResumedAttempt) and attempt.has_taken_over
+            await (attempt.leave() if has_more else attempt.abort())
             raise
         return attempt
 

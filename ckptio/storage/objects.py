@@ -181,7 +181,7 @@ class ObjectStorage:
         try:
             await attempt.prepare(resumes=resumes)
         except BaseException:  # cancelled, as a rule: nobody else knows of the mark
-            await attempt.abort()
+            await (attempt.leave() if resumes else attempt.abort())
             raise
         return attempt
 

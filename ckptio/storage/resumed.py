@@ -133,6 +133,11 @@ class ResumedAttempt(LocalAttempt):
         self._is_alone = True
         return True
 
+    @property
+    def has_taken_over(self) -> bool:
+        """Whether files of an earlier attempt are its own by now, if there are any."""
+        return self._leads and self._directory not in self._made_dirs
+
     async def create(self, name: str, nbytes: int) -> BlockWriter:
         """Begin a data file, with what the earlier attempt left of it."""
         path = self._path(name)

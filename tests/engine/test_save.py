@@ -70,6 +70,26 @@ def test_a_file_that_was_not_closed_is_not_committed() -> None:
     run_virtual(scenario(), seed=0)
 
 
+class CancelledBegin(MemoryStorage):
+    """Saves to it begin as if somebody had cancelled that."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        del save_id, overwrite, resumes
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
+def test_a_save_that_did_not_begin_is_aborted(state: dict[str, torch.Tensor]) -> None:
+    """Also one without files, of which none is missing."""
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": CancelledBegin("memory")}) as engine:
+            with pytest.raises(SaveAbortedError, match="was cancelled"):
+                await engine.save(state, "memory")
+
+    run_virtual(scenario(), seed=0)
+
+
 class GatedStorage(MemoryStorage):
     """Commits only when its gate is open."""
 

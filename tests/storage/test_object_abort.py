@@ -59,6 +59,31 @@ def test_taking_up_a_save_that_was_committed_removes_nothing_of_it(kind: str) ->
         run_virtual(scenario(number), seed=number)
 
 
+@pytest.mark.parametrize("kind", ["refused", "stalled"])
+def test_what_was_there_stays_where_taking_it_up_is_stopped(kind: FaultKind) -> None:
+    """Whatever request of the beginning fails, or is cancelled: the next one goes on with it."""
+
+    async def scenario(number: int) -> None:
+        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+        cut_off = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+        await fill_attempt(cut_off, contents)
+        await cut_off.leave()
+        left = bucket.keys
+        store = MemoryStore(bucket, fault=hit(number, kind))
+        task = asyncio.get_running_loop().create_task(
+            object_storage(store).begin(A, overwrite=True, resumes=True)
+        )
+        if kind == "stalled":
+            await asyncio.sleep(5)
+            task.cancel()
+        with contextlib.suppress(StorageError, asyncio.CancelledError):
+            await (await task).leave()
+        assert bucket.keys == left
+
+    for number in range(6):
+        run_virtual(scenario(number), seed=number)
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_save_that_another_process_committed_is_not_aborted(*, leads: bool) -> None:
     """Two copy one checkpoint: who gives up leaves what the other has published."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from ckptio._aio import Threads
 from ckptio.errors import CommitConflictError, StorageError
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
-from ckptio.testing import EventLog, RecordingFiles
+from ckptio.testing import EventLog, RecordingFiles, fail_at
 from tests.rig import (
     SAVE_IDS,
     SMALL,
@@ -20,6 +21,7 @@ from tests.rig import (
     contents_of,
     fill_attempt,
     manifest_of,
+    names_in,
     write_files,
 )
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ckptio.storage.attempt import LocalAttempt
     from ckptio.testing import Operation
+    from ckptio.testing.faults import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 OLD, CUT, NEW = SAVE_IDS[:3]
@@ -111,3 +115,38 @@ async def test_what_was_taken_up_meanwhile_stays(
         if told == ["committed"]:
             assert committed(directory) == CONTENTS[CUT]
     assert {"committed", "refused"} <= ends
+
+
+def cancel_at(number: int, task: asyncio.Task[LocalAttempt]) -> Fault:
+    """Make a fault that cancels a task of the running loop at one operation, which goes well."""
+    loop = asyncio.get_running_loop()
+
+    def fault(operation: Operation) -> None:
+        if operation.number == number:
+            loop.call_soon_threadsafe(task.cancel)
+
+    return fault
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "fails"])
+async def test_what_was_there_stays_where_taking_it_up_is_stopped(
+    tmp_path: Path, threads: Threads, ends: str
+) -> None:
+    """At each file operation of the beginning: who is told to stop then takes nothing along."""
+    loop = asyncio.get_running_loop()
+    for number in itertools.count():
+        directory = tmp_path / str(number)
+        cut_off = await storage_at(directory, threads).begin(CUT, overwrite=True)
+        await fill_attempt(cut_off, CONTENTS[CUT])
+        await cut_off.leave()
+        files = RecordingFiles(fail_at(number) if ends == "fails" else None)
+        storage = storage_at(directory, threads, files)
+        begin = loop.create_task(storage.begin(CUT, overwrite=True, resumes=True))
+        if ends == "cancelled":
+            files.fault = cancel_at(number, begin)
+        with contextlib.suppress(asyncio.CancelledError, StorageError):
+            await (await begin).leave()
+        if len(files.operations) <= number:
+            break
+        assert {*CONTENTS[CUT]} <= {*names_in(directory)}
+    assert number > 2  # it was stopped at some
