@@ -69,14 +69,14 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
     try:
         return future.result()
     finally:
-        del future, on_cancel  # an error that it ended with has this frame: no circle
+        del future, on_cancel  # its error refers to this frame: no reference cycle
 
 
 async def wait(futures: Iterable[asyncio.Future[Any]], *, timeout_s: float | None = None) -> None:
     """Do as `asyncio.wait`, so that a cancellation keeps nothing of the caller in memory.
 
     From Python 3.14 on its traceback has a frame of asyncio's that has the task, which has the
-    cancellation: a circle, with what the caller's frames have, a state for one.
+    cancellation: a reference cycle, which keeps what the caller's frames have, a state for one.
     """
     try:
         await asyncio.wait(futures, timeout=timeout_s)
@@ -118,7 +118,7 @@ def run_into(
     else:
         future.set_result(result)
     finally:
-        del future  # the error has this frame: no circle
+        del future  # the error refers to this frame: no reference cycle
 
 
 class Threads(concurrent.futures.Executor):
@@ -350,10 +350,10 @@ class Siblings(asyncio.TaskGroup):
     """A task group that raises the failure that came first, itself, when all have ended.
 
     That is the one that cancelled the others. The group refers to no task and no error then.
-    asyncio's own does, before Python 3.13: an error that leaves it has the frame that has the
-    group, which has the task that has the error, and with that circle all that the frames have
-    (a state that was loaded in part) stays in memory until Python collects garbage. A cancellation
-    that leaves it has the frame, which has the cancellation, in 3.13, too.
+    asyncio's own does, before Python 3.13: an error that leaves it refers to the frame that has the
+    group, which has the task that has the error. That is a reference cycle, and all that the frames
+    have (a state that was loaded in part) stays in memory until Python collects garbage. A
+    cancellation that leaves it has the frame, which has the cancellation, in 3.13, too.
     """
 
     async def __aexit__(

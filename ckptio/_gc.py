@@ -22,7 +22,8 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
 
     No context manager: an interrupt (a signal's handler that raises) comes where a call has
     returned, so also where one was entered and its block has not begun, or where it is to be left;
-    and in a coroutine, what could undo it later may be in a circle that only the collector frees.
+    and in a coroutine, what could undo it later may be in a reference cycle, which only the
+    collector frees.
     """
 
     @functools.wraps(function)

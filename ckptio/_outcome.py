@@ -112,7 +112,7 @@ class Outcome(Generic[T]):
         try:
             raise error
         finally:
-            del error, self  # the error keeps this frame: no circle
+            del error, self  # the error keeps this frame: no reference cycle
 
     def exception(self) -> BaseException | None:
         """Give the error that it ended with; `None` if it went well or goes on."""

@@ -66,7 +66,7 @@ async def in_own_thread(
         raise
     finally:
         call.join()
-        del call  # an error that it ended with has this frame: no circle
+        del call  # an error that it ended with refers to this frame: no reference cycle
 
 
 class _OwnThread(Generic[T]):

@@ -235,4 +235,4 @@ def committed(handle: SaveHandle) -> CheckpointInfo:
             handle.committed.wait_done()
         raise
     finally:
-        del handle  # the error has this frame: no circle
+        del handle  # the error refers to this frame: no reference cycle

@@ -170,7 +170,7 @@ class MetadataCache:
         try:
             return await future
         finally:
-            del future  # an error that it ends with has this frame: no circle
+            del future  # an error that it ends with refers to this frame: no reference cycle
 
     def beside(self, manifest: Manifest, make: Callable[[Manifest], T]) -> T:
         """Give what was made of a manifest, and is kept as long as that is here; of the last few.
@@ -260,7 +260,7 @@ class MetadataCache:
                 if not future.done():
                     future.set_result(manifest)
         finally:
-            batch.clear()  # the error has this frame: no circle
+            batch.clear()  # the error refers to this frame: no reference cycle
 
     async def _fetch(self, identity: str, storage: Storage) -> Manifest:
         """Check the entry, or read."""

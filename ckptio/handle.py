@@ -57,7 +57,7 @@ class Milestone(Generic[T]):
         try:
             return self._moment.wait(timeout_s)
         finally:
-            del self  # the error has this frame: no circle
+            del self  # the error refers to this frame: no reference cycle
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come.
@@ -96,8 +96,8 @@ class SaveHandle:
         save_id: The save's own id.
         submitted: Every copy has begun: it was made, or its device was told to make it.
         staged: Every byte is copied; the source may change. What is wrong with the path is raised
-            here, too, if it is known by then: an engine's first save waits for that for up to
-            10 s, and later ones for 0.1 s.
+            here, too, if it is known by then: it waits for that for up to 10 s until any save
+            of the engine has begun, and for 0.1 s from then on.
         committed: The checkpoint exists; what `await handle` waits for.
         durable: The last tier has the checkpoint, whole.
     """

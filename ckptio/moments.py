@@ -151,7 +151,7 @@ class Moment(Generic[T]):
             self._raises()
             return future.result()
         finally:
-            del future, self  # the error has this frame: no circle
+            del future, self  # the error refers to this frame: no reference cycle
 
     async def ended(self) -> bool:
         """Wait until the moment has come (true) or will not (false); counts as no wait."""
@@ -253,7 +253,7 @@ class SaveMoments:
         self.fence = fence or _nothing
         self._stop_copy = stop_copy or _nothing
         self._keepers: list[Callable[[], Callable[[SaveMoments], object] | None]] = []
-        settled = weakref.WeakMethod(self._let_go)  # no circle
+        settled = weakref.WeakMethod(self._let_go)  # no reference cycle
         for moment in self._all():
             moment.on_raised = functools.partial(_call_if_there, settled)
         self._is_told = False
@@ -318,7 +318,7 @@ class SaveMoments:
             self._let_go()
 
     def is_over(self) -> None:
-        """Nothing is left to stop. What does that may have what says how it ended: a circle."""
+        """Nothing is left to stop: let go of what stops it, which may refer to this (a cycle)."""
         self.stop = self._stop_copy = _nothing
 
     def let_go_by(self, forget: Callable[[SaveMoments], object]) -> None:

@@ -91,7 +91,7 @@ def loops() -> Iterator[list[threading.Thread]]:
 
 
 def has_ended(thread: threading.Thread) -> None:
-    """Wait for the end of a thread; what was under way when it was dropped may be in a circle."""
+    """Wait for a thread's end; what was under way when dropped may be in a reference cycle."""
     for _ in range(600):
         gc.collect()
         thread.join(0.1)

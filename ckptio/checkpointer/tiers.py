@@ -300,7 +300,7 @@ class SecondTier:
                 raise failures[0]
         finally:
             self._thinning.release()
-            failures.clear()  # an error has this frame: no circle
+            failures.clear()  # an error refers to this frame: no reference cycle
 
     async def precede(
         self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock

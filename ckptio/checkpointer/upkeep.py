@@ -310,7 +310,7 @@ class Upkeep:
             if keeper is self._keeper and await self._owes(step, save_id):
                 return None
         except StorageError as error:
-            return without_frames(error)  # it has this one: no circle
+            return without_frames(error)  # its traceback has this: no reference cycle
         if self._second is not None and keeper is self._second.keeper:
             turn = self._turns[self._keeper]
             with contextlib.suppress(CheckpointError):  # `thin_out` tells of it

@@ -98,7 +98,7 @@ def _above(path: str) -> set[tuple[int, int]]:
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a directory or leads to one; a link to nowhere or in a circle does not."""
+    """Whether it is a directory or leads to one; a link to nowhere or in a loop does not."""
     try:
         return entry.is_dir()
     except OSError:

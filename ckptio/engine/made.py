@@ -17,7 +17,7 @@ class Made(Generic[T]):
     """Something that is being made.
 
     It refers to no task, which would refer to the error that ended it, whose frames would have
-    this: with that circle, a state would stay in memory until Python collects garbage.
+    this: a reference cycle, and a state would stay in memory until Python collects garbage.
     """
 
     def __init__(self) -> None:

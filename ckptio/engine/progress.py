@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ckptio.engine.save import SaveJob
     from ckptio.storage.interface import Attempt
 
-#: How long `staged` waits for the attempt to begin, in seconds: of an engine's first save, which
-#: raises what is wrong with its storage to who waits for that, and of the others. These raise what
+#: How long `staged` waits for the attempt to begin, in seconds. Until any save of the engine has
+#: begun, what is wrong with its storage is raised to who waits for that. From then on it is what
 #: a disk or a near store says; one that does not answer holds nobody up.
 _FIRST_PATIENCE_S, _PATIENCE_S = 10.0, 0.1
 
@@ -117,6 +117,22 @@ class SaveProgress:
         self.context.emit(
             SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
         )
+
+    async def lease_turn(self, number: int) -> None:
+        """Wait until a segment may get a slab.
+
+        Where not all that are left get one, the last slab is for others until the attempt has
+        begun: nobody knows how long that takes, and this save is not copied before that anyway.
+
+        Raises:
+            SaveAbortedError: As `Made.get`.
+        """
+        await self.leases[number].wait()
+        pool = self.context.pool.statistics()
+        num_free = (pool.budget_nbytes - pool.leased_nbytes) // self.context.pool.slab_nbytes
+        num_wanted = len(self.leases) - 1 - number
+        if num_free - pool.num_waiting < min(2, num_wanted):
+            await self.attempt.get()
 
     async def turn(self, number: int) -> None:
         """Wait until all segments before one are written, if that is how it is done."""

@@ -205,7 +205,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
             try:
                 raise error
             finally:
-                del error  # it has this frame: no circle
+                del error  # it refers to this frame: no reference cycle
         unclaimed = error
     num_notes = len(notes)
     notes += match.doubles
@@ -241,7 +241,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         match.mark_written()
         if matcher.runs_foreign:
             matcher.untouched.sample(match.fills)
-        num_notes = len(notes)  # the restoration has this function: no circle
+        num_notes = len(notes)  # the restoration has this function: no reference cycle
         result = assemble(rebuilder)
         _tell_of_meta(manifest, path, request, notes, num_notes)
         matcher.untouched.reach(len(match.fills), len(match.fills))

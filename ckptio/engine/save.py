@@ -12,10 +12,10 @@ it. So the first segment of all that hold one waits for nobody; no deadlock at a
 and no more memory than the pool.
 
 Copying is not held back by writing: until the pool is full, slabs are copied as fast as
-memory allows, also while a store or a slow disk is asked for the path. Where somebody waits
-for `staged`, writing is held back by copying: writers on the cores and on the memory bus made
-that wait half as long again (two cores, a pool as large as the state). The commit comes later
-by as much as the copies took.
+memory allows, also while a store or a slow disk is asked for the path; but what does not fit
+leaves one slab to other saves and loads meanwhile. Where somebody waits for `staged`, writing is
+held back by copying: writers on the cores and on the memory bus made that wait half as long again
+(two cores, a pool as large as the state). The commit comes later by as much as the copies took.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ async def _carry_segment(
     progress: SaveProgress,
 ) -> None:
     """Copy, sum and write one segment."""
-    await progress.leases[number].wait()
+    await progress.lease_turn(number)
     async with context.pool.lease(for_device=job.source.uses_devices) as slab:
         progress.leases[number + 1].set()
         await _stage(segment, slab, job, context, progress)

@@ -281,7 +281,7 @@ class EngineCore:
         try:
             return await outlive(running.end.wrapped(), on_cancel=running.abort)
         finally:
-            del running  # an error that it has keeps this frame: a circle
+            del running  # an error that it has keeps this frame: a reference cycle
 
     def call_blocking(self, step: Step[T], name: str, *, in_flow: bool = False) -> T:
         """Run a coroutine on the engine's loop and block until it has ended.

@@ -35,7 +35,7 @@ class Driver:
         self.is_given_up = False
         self._thread_id = threading.get_ident()
         self._loop = None if task is None else task.get_loop()
-        # weak: the task has the frame that has this, and an error may have that: no circle
+        # weak: the task has the frame that has this, and an error may have that: no reference cycle
         self._task = None if task is None else weakref.ref(task)
 
     def is_there(self, closer_id: int) -> bool:

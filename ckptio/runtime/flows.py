@@ -130,7 +130,7 @@ def begin_save(
             begin_copy(core.begin_beside, core, copy, moments, copying)
         say = await saved(job, context)
         say()
-        return _said  # not `say`, which has the handle, and that has what returns it: a circle
+        return _said  # not `say`, which has the handle, which has what returns it: a cycle
 
     core.keep(moments)
     try:
@@ -264,7 +264,7 @@ def load_flow(
         except CheckpointError as error:
             if second is None or storage is second:
                 raise
-            # no name for it: that would be a circle, with all that was made to be filled
+            # no name for it: a reference cycle would keep all that was made to be filled
             if not (
                 yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)
             ):

@@ -162,7 +162,7 @@ class InFlight:
             self._running.discard(running)
             running.end.set_result(result)
         finally:
-            del running, engine  # an error that it ends with has this frame: no circle
+            del running, engine  # its error refers to this frame: no reference cycle
 
     def soon(self, function: Callable[[], object]) -> None:
         """Have a function called on the loop, unless that has ended. Waits for nothing."""

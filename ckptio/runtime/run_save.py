@@ -61,7 +61,7 @@ async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | Non
     except BaseException as error:  # the handle raises it
         return _failed(job, context, error, begins)
     finally:
-        del begins  # the error has this frame: no circle
+        del begins  # the error refers to this frame: no reference cycle
     moments = job.end()
     info = CheckpointInfo(
         path=moments.path,
@@ -87,7 +87,10 @@ async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | Non
 def _failed(
     job: SaveJob, context: EngineContext, error: BaseException, begins: Moment[None] | None
 ) -> Say:
-    """A save has failed; gives what tells its handle. Of no frame that the error has: no circle."""
+    """Give what tells the handle that the save has failed.
+
+    A function of its own: what it gives refers to no frame that the error has (a reference cycle).
+    """
     moments = job.end()
     job.source.watch.drop()
     if isinstance(error, Exception):

@@ -366,7 +366,7 @@ class LocalAttempt:
         self._drop_lock()
 
     def _drop_lock(self) -> None:
-        self._writers.clear()  # they refer to this, which is over: a circle
+        self._writers.clear()  # they refer to this, which is over: a reference cycle
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):  # closing is all that was left to do

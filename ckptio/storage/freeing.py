@@ -88,9 +88,10 @@ class Freeing:
         Raises:
             OSError: As `PosixFiles.unlink`.
         """
-        if self._holds and len(_held) < _MAX_HELD:
-            self._hold(path)
-        self._files.unlink(path)
+        with self._lock:  # who finds no room frees what is held, and has no name by then
+            if self._holds and len(_held) < _MAX_HELD:
+                self._hold(path)
+            self._files.unlink(path)
 
     def _hold(self, path: str) -> None:
         """Hold a file open, if it is one to hold."""
@@ -115,9 +116,8 @@ class Freeing:
             return False
         held = fd, (status.st_dev, status.st_ino)
         _held[held] = nbytes
-        with self._lock:  # who finds no room frees what there is by now
-            self._mine.append(held)
-            _under_way.add(self)
+        self._mine.append(held)
+        _under_way.add(self)
         return True
 
     def free(self) -> None:

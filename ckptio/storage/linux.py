@@ -34,7 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 
-#: Made once: each is a class, which is a circle of references, and ctypes keeps none.
+#: Made once: each is a class, which is a reference cycle, and ctypes keeps none.
 _Statx = ctypes.c_uint32 * (_STATX_NBYTES // 4)
 _StatFS = ctypes.c_uint64 * (_STATFS_NBYTES // 8)
 _CacheSpan = ctypes.c_uint64 * 2

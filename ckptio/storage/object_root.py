@@ -170,7 +170,7 @@ class ObjectRoot:
                 data = await self.read_manifest(name)
                 return await run_blocking(self._executor, decode, name, data)
             except (FormatError, StorageError) as error:
-                return without_frames(error)  # it has this one: no circle
+                return without_frames(error)  # its traceback has this: no reference cycle
 
         return await run_some(read, names, self._at_once(aside=aside), "read a manifest")
 

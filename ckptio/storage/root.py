@@ -190,7 +190,7 @@ class LocalRoot:
             try:
                 answers.append(decode(name, self._read(self.join(name))[1]))
             except (FormatError, StorageError) as error:
-                answers.append(without_frames(error))  # it has this one: no circle
+                answers.append(without_frames(error))  # its traceback has this: no reference cycle
         return answers
 
     def _read(self, directory: str) -> tuple[bytes, bytes]:

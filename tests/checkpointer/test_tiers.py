@@ -45,6 +45,7 @@ from ckptio.runtime.running import Running
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
+from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
@@ -768,6 +769,46 @@ def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
         return waited
 
     assert run_virtual(scenario(), seed=0) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_second_tier_that_was_silent_is_looked_at_again_once_it_has_answered(
+    tmp_path: Path,
+) -> None:
+    """One look that hangs is enough, as each takes a thread; what came of it ends that."""
+
+    async def scenario() -> None:
+        async with (
+            engines() as (engine,),
+            checkpointer_on(engine, tmp_path / "near", then=tmp_path / "far") as ckpt,
+        ):
+            tier = ckpt._core._second
+            assert tier is not None
+            hangs: Running[bool] = Running()
+            await tier.require_free(1, hangs)
+            tier._looking = hangs
+            assert tier.look_for(2) is None
+            hangs.end.set_result(False)
+            looking = tier.look_for(3)
+            assert looking is not None
+            assert not await looking.end.wrapped()
+            await tier.require_free(3, looking)
+            assert not tier._is_silent
+
+    run_virtual(scenario(), seed=0)
+
+
+async def test_a_second_tier_that_hangs_holds_threads_of_its_own(tmp_path: Path) -> None:
+    """Its steps are listed and removed on others than those of the first tier, and of saves."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        core = ckpt._core
+        assert core._second is not None
+        root, first = core._second.keeper.root, core.keeper.root
+        assert isinstance(root, LocalRoot)
+        assert isinstance(first, LocalRoot)
+        assert root._executor is core.engine.context.far
+        assert first._executor is core.engine.context.executor
+        assert root._executor is not first._executor
 
 
 def test_a_look_at_the_second_tier_that_fails_is_none() -> None:

@@ -219,7 +219,7 @@ async def test_a_slab_whose_copy_is_lost_is_never_lent_again(
 
 @pytest.mark.usefixtures("no_collections")
 def test_saves_and_loads_leave_nothing_to_collect(tmp_path: Path) -> None:
-    """No circles of references: in a long run without collections they would add up."""
+    """No reference cycles: in a long run without collections they would add up."""
     state = {"t": torch.ones(3)}
 
     async def on_a_loop(engine: ckptio.Engine) -> None:

@@ -227,6 +227,26 @@ def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("num_slabs", [1, 2, 4])
+def test_others_go_on_while_a_place_does_not_answer(num_slabs: int) -> None:
+    """A state that does not fit in the pool leaves a slab to them."""
+    state = random_state([20 * SMALL.slab_nbytes])
+
+    async def scenario() -> None:
+        storages = {"slow": SlowStorage("slow"), "other": MemoryStorage("other")}
+        config = config_with(pool_nbytes=num_slabs * SMALL.slab_nbytes)
+        async with inline_engine(storages, config) as engine:
+            handle = engine.save(state, "slow")
+            await asyncio.sleep(1)
+            await engine.save(state, "other")
+            assert_same(await engine.load("other"), state)
+            assert asyncio.get_running_loop().time() < SlowStorage.begin_s
+            await handle
+            assert_same(await engine.load("slow"), state)
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_told_of_a_save_that_has_ended(

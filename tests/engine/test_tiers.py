@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ckptio import sync
 from ckptio.config import KiB
-from ckptio.engine.tiers import is_replaced
+from ckptio.engine.tier_line import CopyLine
+from ckptio.engine.tiers import CopyJob, is_replaced
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -40,6 +41,7 @@ from ckptio.events import (
 )
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, decode_note, encode_note
+from ckptio.moments import SaveMoments
 from ckptio.testing import (
     EventLog,
     MemoryStorage,
@@ -420,6 +422,42 @@ def test_a_save_that_is_aborted_has_no_copy_that_fails() -> None:
 
     run_virtual(scenario(), seed=0)
     assert log.of(CopyFailed) == []
+
+
+def test_a_copy_that_never_begins_holds_up_none_behind_it() -> None:
+    """Copies take their places in the order of their saves: one of a save that failed, none."""
+
+    async def scenario() -> None:
+        storages = {name: MemoryStorage(name) for name in ("near/a", "far/a", "near/b", "far/b")}
+        storages["near/a"].fault = fail_kind("begin")
+        async with inline_engine(storages) as engine:
+            failed = engine.save(random_state([3000]), "near/a", then="far/a")
+            handle = engine.save(random_state([3000]), "near/b", then="far/b")
+            with pytest.raises(StorageError):
+                await failed
+            async with asyncio.timeout(60):
+                await handle.durable
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
+    """One to another second tier that failed is missing there, and is still to be told of."""
+
+    async def scenario() -> None:
+        line = CopyLine(1, 4)
+        near, far, other = (MemoryStorage(name) for name in ("near/a", "far/a", "other/a"))
+        failed = SaveMoments("near/a", "1" * 32, copy_to="other/a")
+        line.unmade[near.identity, "1" * 32] = failed
+        names = list(line.unmade)
+        job = CopyJob(save_id="2" * 32, key="", source=near, target=far, overwrite=True)
+        assert line.has_replaced(job, names) == []
+        assert list(line.unmade) == names
+        job = CopyJob(save_id="2" * 32, key="", source=near, target=other, overwrite=True)
+        assert line.has_replaced(job, names) == ["1" * 32]
+        assert not line.unmade
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_a_save_that_fails_has_no_copy() -> None:

@@ -588,6 +588,45 @@ def test_who_finds_what_a_dead_rank_0_committed_makes_it_durable_first(*, fails:
     run(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_finds_a_commit_without_a_verdict_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """Cancelled twice, it hears nothing of rank 0: also where it fails to make that durable."""
+    tasks: list[asyncio.Task[Any]] = []
+    run_save = _JointSave.run
+
+    async def seen(self: _JointSave, session: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._context.ranks.rank == 1:
+            tasks.append(task)
+        return await run_save(self, session)
+
+    monkeypatch.setattr(_JointSave, "run", seen)
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            give_place(ranks, 0, same_place(ranks, SlowToSay))
+            sealing = same_place(ranks, SealsOnce)
+            sealing.fails = fails
+            give_place(ranks, 1, sealing)
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            for _ in range(2):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.sleep(0.5)
+            outcome = (await outcomes_of(handles))[1]
+            assert isinstance(outcome, StorageError)
+            assert outcome.in_doubt
+            found = decode_manifest(ranks.place.manifest)
+            assert {entry.name for entry in found.files} <= ranks.place.files.keys()
+
+    run(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("silent", ["dead", "frozen"])
 @pytest.mark.parametrize("first", ["dead", "aborting"])
 @pytest.mark.parametrize("seed", range(3))

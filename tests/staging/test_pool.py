@@ -549,7 +549,7 @@ def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
             ends = await asyncio.gather(lose(), hold(), wait(), return_exceptions=True)
         del pool_module._lost[kept:]
         assert isinstance(ends[0], CopiesLostError)
-        assert ends[1:] == ["held", "got one"]
+        assert [*ends[1:]] == ["held", "got one"]
         assert pool.statistics().taken_nbytes == PAGE
         assert pool.statistics().leased_nbytes == 0
         assert not pool._on_crowded

@@ -163,6 +163,38 @@ async def test_no_more_is_held_than_there_is_room_besides(
     assert held() == names[:2]
 
 
+class Slow(PosixFiles):
+    """Somebody who finds no room comes while a name is being taken away."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self.executor = executor
+        self.names: Future[list[str]] | None = None
+        self.waits: list[bool] = []
+
+    def unlink(self, path: str) -> None:
+        self.waits += [block._lock.locked() for block in freeing._under_way]
+        self.names = self.executor.submit(with_room, self.act, os.path.dirname(path))
+        super().unlink(path)
+
+    def act(self, directory: str) -> list[str]:
+        if held() or names_in(directory):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return names_in(directory)
+
+
+def test_who_finds_no_room_waits_for_a_name_that_is_being_taken_away(
+    tmp_path: Path, late: Late
+) -> None:
+    """What is held by then would be closed for nothing, and the room come too late."""
+    (tmp_path / "data-0").write_bytes(bytes(6000))
+    files = Slow(late)
+    with Freeing(files, late) as block:
+        block.unlink(str(tmp_path / "data-0"))
+    assert files.waits == [True]
+    assert files.names is not None
+    assert files.names.result() == []
+
+
 class Full(PosixFiles):
     """There is no room until all is free."""
 
