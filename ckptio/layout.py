@@ -93,6 +93,11 @@ def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
+def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a block of `shape` in a file; `dtype` is one of `DTYPES`."""
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous block of `shape`."""
     strides: list[int] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import nbytes_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class LeafSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the block in a file."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.shape, self.dtype)
 
 
 class Part(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import FormatError
 from ckptio.format.encode import MAX_LEVELS, TAG, join_fqn
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import nbytes_of
 from ckptio.state.tree import children, read_tree, tensor_index
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _Walk:
         dtype, shape, nbytes = stored.dtype, stored.shape, stored.nbytes
         if is_view:
             dtype, shape = str(node["d"]), _shape(node["s"])
-            nbytes = numel(shape) * DTYPES[dtype].itemsize
+            nbytes = nbytes_of(shape, dtype)
         elif node[TAG] == "np":
             dtype, shape = str(node["d"]), _shape(node["s"])
         return Entry(

@@ -13,7 +13,7 @@ from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
 from ckptio.errors import ConfigError, FormatError, TargetError, shown, some_of
 from ckptio.format.encode import TAG
-from ckptio.layout import DTYPES, Box, numel
+from ckptio.layout import DTYPES, Box, nbytes_of, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.leaves import DTYPE_NAMES, is_convertible
@@ -77,7 +77,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Its bytes, in that type."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.shape, self.dtype)
 
     def as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
         """Convert what was read of it."""
@@ -103,7 +103,7 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return numel(self.region.shape) * DTYPES[self.entry.dtype].itemsize
+        return nbytes_of(self.region.shape, self.entry.dtype)
 
 
 class Source:

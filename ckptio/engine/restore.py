@@ -17,7 +17,7 @@ from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError, some_of
 from ckptio.format.encode import TAG
-from ckptio.layout import DTYPES, numel, row_major_strides
+from ckptio.layout import nbytes_of, row_major_strides
 from ckptio.staging.copy import Destination
 from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
@@ -29,7 +29,7 @@ from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -197,22 +197,8 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match = matcher.match
     match.look_again(manifest.tensors)
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
-    unclaimed = None
-    if request.strict == "raise" and not match.agrees:
-        hint = hint_for(match, request.into, manifest, request.rank)
-        error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
-        if match.missing or match.mismatched or request.num_ranks == 1:
-            try:
-                raise error
-            finally:
-                del error  # it refers to this frame: no reference cycle
-        unclaimed = error
-    num_notes = len(notes)
-    notes += match.doubles
-    fills = settle_overlaps(match.fills, notes)
-    if request.strict != "report":  # whoever gets no report has to hear of it, too
-        for note in notes[num_notes:]:
-            _log.warning("%s: %s", path, note)
+    unclaimed = _disagreement(manifest, path, request, match)
+    fills = _settled(match, path, request, notes)
     left_out = set() if fills is match.fills else _names(match.fills) - _names(fills)
     restoration = Restoration(
         match=match,
@@ -249,6 +235,37 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
 
     restoration.finish = finish
     return restoration
+
+
+def _disagreement(
+    manifest: Manifest, path: str, request: LoadRequest, match: Match
+) -> MismatchError | None:
+    """Give the error of a target that lacks names which those of other ranks may have.
+
+    Raises:
+        MismatchError: The target does not fit, whatever other ranks have.
+    """
+    if request.strict != "raise" or match.agrees:
+        return None
+    hint = hint_for(match, request.into, manifest, request.rank)
+    error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
+    if not (match.missing or match.mismatched or request.num_ranks == 1):
+        return error
+    try:
+        raise error
+    finally:
+        del error  # it refers to this frame: no reference cycle
+
+
+def _settled(match: Match, path: str, request: LoadRequest, notes: list[str]) -> Sequence[Fill]:
+    """Give the fills of which no two disagree on the same memory; notes what that leaves out."""
+    num_notes = len(notes)
+    notes += match.doubles
+    fills = settle_overlaps(match.fills, notes)
+    if request.strict != "report":  # whoever gets no report has to hear of it, too
+        for note in notes[num_notes:]:
+            _log.warning("%s: %s", path, note)
+    return fills
 
 
 def _tell_of_meta(
@@ -356,7 +373,7 @@ def _fill(
     if is_plain and block is None and not node.get("conj") and not node.get("neg"):
         dtype = torch_dtype(node["d"])
         restoration.makers.append(lambda: Destination(fill.memory(), dtype))
-        first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize
+        first, count = node["o"], nbytes_of(shape, node["d"])
         restoration.needs.append(Need(entry, destination, (first, first + count)))
         return
 

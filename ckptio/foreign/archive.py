@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UNTYPED, UnpicklingError, read_tensor
 from ckptio.foreign.scan import NUM_OLD_PICKLES, Scanned, scan_pickle, together
-from ckptio.layout import DTYPES, numel, row_major_strides
+from ckptio.layout import DTYPES, nbytes_of, row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ def find_tensor(
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"not a tensor as torch.save writes it: {error!r}") from None
-    if found is not None and found + numel(shape) * DTYPES[dtype].itemsize > nbytes:
+    if found is not None and found + nbytes_of(shape, dtype) > nbytes:
         raise FormatError("the bytes of the tensor lie behind the end of its item")
     return found
 
@@ -289,7 +289,7 @@ def _find(
     info = members.get(f"{prefix}data/{key}")
     if info is None:
         return None
-    if start + numel(shape) * DTYPES[dtype].itemsize > info.file_size:
+    if start + nbytes_of(shape, dtype) > info.file_size:
         raise FormatError("the storage of the tensor is smaller than the tensor")
     window.seek(info.header_offset)
     name = name_in(info)

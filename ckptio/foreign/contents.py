@@ -10,7 +10,7 @@ from ckptio.foreign.folder import OverlapError, place_of, range_name, require_ap
 from ckptio.foreign.interface import with_files
 from ckptio.foreign.pickles import Record, short
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import DTYPES, nbytes_of, numel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Item:
     @property
     def nbytes(self) -> int:
         """Bytes of the chunk."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.shape, self.dtype)
 
 
 class Contents:

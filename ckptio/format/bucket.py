@@ -17,7 +17,7 @@ import msgspec
 
 from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import FormatError
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import DTYPES, nbytes_of, numel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.shape, self.dtype)
 
 
 def encode_header(

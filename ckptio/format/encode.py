@@ -30,7 +30,7 @@ from ckptio.format.crowds import require_spread
 from ckptio.format.fields import fields_of, is_named_tuple, names_of, require_fields_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     EncodeLeaf = Callable[[str, Any], Any]  # gives `Json`
 
@@ -214,7 +214,7 @@ class ObjectEncoder:
             self._keys = keys
         return self._keys
 
-    def _encode_list(self, fqn: str, value: list[Any]) -> Json:
+    def _encode_list(self, fqn: str, value: Sequence[Any]) -> Json:
         self._enter(fqn, value)
         try:
             prefix = f"{fqn}." if fqn else ""
@@ -223,13 +223,7 @@ class ObjectEncoder:
             self._open.discard(id(value))
 
     def _encode_tuple(self, fqn: str, value: tuple[Any, ...]) -> Json:
-        self._enter(fqn, value)
-        try:
-            prefix = f"{fqn}." if fqn else ""
-            items = [self.encode(f"{prefix}{i}", item) for i, item in enumerate(value)]
-        finally:
-            self._open.discard(id(value))
-        return {TAG: "tuple", "v": items}
+        return {TAG: "tuple", "v": self._encode_list(fqn, value)}
 
     def _encode_set(self, fqn: str, value: set[Any] | frozenset[Any]) -> Json:
         self._enter(fqn, value)

@@ -21,7 +21,7 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c, unpack_checksums
 from ckptio.format.earlier import require_first
-from ckptio.layout import DTYPES, Box, numel
+from ckptio.layout import DTYPES, Box, nbytes_of, numel
 from ckptio.tiling import find_overlap, is_grid
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class TensorEntry(
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.shape, self.dtype)
 
     @property
     def box(self) -> Box:
@@ -133,7 +133,7 @@ class TensorEntry(
         """Give the bytes of a chunk."""
         if chunk.local_shape is None:
             return self.nbytes
-        return numel(chunk.local_shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(chunk.local_shape, self.dtype)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

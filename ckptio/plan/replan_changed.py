@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from ckptio.config import MiB
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import nbytes_of
 from ckptio.plan.assign import offset_of
 from ckptio.plan.job import plan_job
 from ckptio.plan.writers import Share
@@ -96,7 +96,7 @@ def _pins(
         for rank, part in zip(tensor.ranks, tensor.parts, strict=True):
             spec = leaves[rank][job.assignments[rank].leaves[part]]
             _, start, shape, _ = cuts[rank].get(part, (0, 0, spec.shape, ()))
-            stop = start + numel(shape) * DTYPES[tensor.dtype].itemsize
+            stop = start + nbytes_of(shape, tensor.dtype)
             blocks[offset_of(spec), spec.shape].append(Share(rank, start, stop))
         pins[name] = {block: sorted(shares, key=_start) for block, shares in blocks.items()}
     return pins

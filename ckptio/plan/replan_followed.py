@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import MiB
 from ckptio.errors import PlanError, StalePlanError, name_ranks
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import nbytes_of
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
 from ckptio.shards import Part
@@ -201,7 +201,7 @@ class _Replan:
         for each in found:
             for rank, held in each:
                 if isinstance(held, Part):
-                    self._loads[rank] += numel(held.shape) * DTYPES[tensor.dtype].itemsize
+                    self._loads[rank] += nbytes_of(held.shape, tensor.dtype)
         return _Tensor(*form, tensor.boxes, found)
 
     def _holders(

@@ -265,7 +265,7 @@ class Hub:
                 if now_s - meeting.failing_since_s > meet_s:
                     self._give_up(meeting)
             elif meeting.messages and not meeting.deciding and now_s - meeting.since_s > meet_s:
-                absent = [r for r in range(self._world_size) if r not in meeting.messages]
+                absent = self.absent(meeting.key)
                 problem = (
                     f"{name_ranks(absent)} did not come to round {meeting.phase!r} within"
                     f" {meet_s:g} s; every rank of the job has to make the same calls, or wait"

@@ -20,6 +20,7 @@ would refuse what FSDP2 makes.
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.layout import Box
@@ -162,15 +163,11 @@ def _order_of(layout: Layout) -> list[int] | None:
         if cut is None:
             continue
         before = by_dim.setdefault(cut.dim, [])
-        num_parts = [1, *itertools.accumulate((layout.mesh_shape[m] for m in before), _times)]
+        num_parts = [1, *itertools.accumulate((layout.mesh_shape[m] for m in before), operator.mul)]
         if cut.split_factor not in num_parts:
             return None
         before.insert(num_parts.index(cut.split_factor), mesh_dim)
     return [mesh_dim for _, order in sorted(by_dim.items()) for mesh_dim in order]
-
-
-def _times(a: int, b: int) -> int:
-    return a * b
 
 
 def _parts(runs: Sequence[Sequence[Run]]) -> Iterator[Part]:

@@ -10,7 +10,7 @@ import torch
 
 from ckptio import TargetError, sync
 from tests.rig import SMALL
-from tests.state.objects import Loader, hook_before, loaded
+from tests.state.objects import Loader, hook_before, loaded, net_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,13 +54,6 @@ class Stating(Stopper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best.load_state_dict(state["best"])
-
-
-def net_of(value: float) -> torch.nn.Linear:
-    net = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(net.weight, value)
-    torch.nn.init.zeros_(net.bias)
-    return net
 
 
 def hooked_of(value: float) -> torch.nn.Module:

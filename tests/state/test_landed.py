@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptio import TargetError, sync
 from tests.rig import SMALL
-from tests.state.objects import loaded
+from tests.state.objects import loaded, net_of
 from tests.state.ranks import as_rank, load, mesh_of, save
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ class Trained(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": {"weight": self.model.weight.detach()}}
-
-
-def net_of(value: float) -> torch.nn.Linear:
-    net = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(net.weight, value)
-    torch.nn.init.zeros_(net.bias)
-    return net
 
 
 BESIDE: dict[str, Callable[[Any], Any]] = {

@@ -6,11 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from ckptio import TargetError, sync
 from tests.rig import SMALL
-from tests.state.objects import Loader, loaded
+from tests.state.objects import Loader, loaded, net_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,13 +35,6 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-
-
-def net_of(value: float) -> torch.nn.Linear:
-    net = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(net.weight, value)
-    torch.nn.init.zeros_(net.bias)
-    return net
 
 
 HELD: dict[str, Callable[[Any, Any], dict[str, Any]]] = {

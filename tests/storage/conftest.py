@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptio._aio import Threads
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -17,6 +19,14 @@ def executor() -> Iterator[ThreadPoolExecutor]:
     """Threads for a storage."""
     with ThreadPoolExecutor(4, thread_name_prefix="ckptio") as threads:
         yield threads
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """Give one thread, as the engine makes them."""
+    made = Threads(1, "ckptio")
+    yield made
+    made.shutdown()
 
 
 @pytest.fixture

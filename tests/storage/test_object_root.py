@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
@@ -28,18 +27,11 @@ from tests.rig import SAVE_IDS, SMALL, config_with, contents_of, manifest_of
 from tests.storage.object_rig import DictStore, OneStore, Opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from ckptio._aio import Threads
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 OLD = QUIET_S + 100
 CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads(1, "ckptio")
-    yield made
-    made.shutdown()
 
 
 def root_at(

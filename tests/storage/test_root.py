@@ -40,20 +40,13 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.testing import Fault, Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads(1, "ckptio")
-    yield made
-    made.shutdown()
 
 
 def root_at(

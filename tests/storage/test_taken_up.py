@@ -26,7 +26,6 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from ckptio.storage.attempt import LocalAttempt
@@ -36,13 +35,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("no_leaks")
 OLD, CUT, NEW = SAVE_IDS[:3]
 CONTENTS = {save_id: contents_of(save_id, 5000, 9000) for save_id in (OLD, CUT, NEW)}
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    made = Threads(1, "ckptio")
-    yield made
-    made.shutdown()
 
 
 def storage_at(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalStorage:

@@ -10,7 +10,7 @@ from ckptio.adapters.dcp.document import Document, Item, Pieces, node_at
 from ckptio.engine.regions import Need
 from ckptio.errors import TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
-from ckptio.layout import DTYPES, Box, numel
+from ckptio.layout import Box, nbytes_of
 from ckptio.state.tree import indices_in, read_tree
 from ckptio.tiling import is_inside
 
@@ -50,7 +50,7 @@ class Region(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of it in the files."""
-        return numel(self.box.shape) * DTYPES[self.entry.dtype].itemsize
+        return nbytes_of(self.box.shape, self.entry.dtype)
 
 
 def files_of(opened: Opened, items: Sequence[ReadItem]) -> list[int]:
