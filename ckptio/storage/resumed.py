@@ -52,7 +52,7 @@ from ckptio.storage.tombs import tombs_in
 class ResumedAttempt(LocalAttempt):
     """An attempt that takes over an earlier one; see `interface.Storage.begin`."""
 
-    _is_alone = False
+    _owns_files = False  # from when it has the lock; `is_alone` is of every local attempt
     _stayed_s = -math.inf
 
     def prepare(self) -> None:
@@ -61,7 +61,7 @@ class ResumedAttempt(LocalAttempt):
         try:
             self._require_unremoved()
         except OSError as error:
-            self._is_alone = False  # nothing goes that a removal may put back
+            self._owns_files = False  # nothing goes that a removal may put back
             self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
             raise storage_error(error, self._directory, "cannot begin a save") from error
         self._retire(self._name.new)  # after an exchange it is the one that was replaced
@@ -130,7 +130,7 @@ class ResumedAttempt(LocalAttempt):
         if not is_mine or not is_at(self._lock_fd, path):  # somebody is at it, or has removed it
             self._made_files.clear()  # the file is the other one's
             raise CommitConflictError(self._directory)
-        self._is_alone = True
+        self._owns_files = True
         return True
 
     @property
@@ -170,7 +170,7 @@ class ResumedAttempt(LocalAttempt):
 
     def may_remove(self) -> bool:
         """Whether no checkpoint has the files, and no other attempt does. Blocks."""
-        return self._is_alone and not self._is_committed()
+        return self._owns_files and not self._is_committed()
 
     def _abort(self) -> None:
         if not self._leads or self.may_remove():
