@@ -39,7 +39,7 @@ class Outcome(Generic[T]):
         return bool(self._ends)
 
     def set_result(self, result: T) -> None:
-        """It has ended well.
+        """Say that it has ended well, and with what. Wakes whoever waits.
 
         Raises:
             asyncio.InvalidStateError: It had ended already.
@@ -48,7 +48,7 @@ class Outcome(Generic[T]):
             raise asyncio.InvalidStateError(_ENDED)
 
     def set_exception(self, error: BaseException) -> None:
-        """It has failed.
+        """Say that it has failed, and by what. Wakes whoever waits.
 
         Raises:
             asyncio.InvalidStateError: It had ended already.
@@ -57,7 +57,7 @@ class Outcome(Generic[T]):
             raise asyncio.InvalidStateError(_ENDED)
 
     def try_exception(self, error: BaseException) -> bool:
-        """It has failed, unless it had ended already. Says whether this is how it ended."""
+        """Do as `set_exception`, unless it has ended already; whether this is how it ended."""
         return self._settle(None, error)
 
     def _settle(self, result: T | None, error: BaseException | None) -> bool:

@@ -77,15 +77,15 @@ class Moment(Generic[T]):
         self.on_raised: Callable[[], object] = _nothing
 
     def reach(self, value: T) -> None:
-        """The moment has come. Once."""
+        """Say that the moment has come; to be called once. Wakes whoever waits."""
         self._outcome.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """The moment will not come. Once."""
+        """Say that the moment will not come; to be called once. Wakes whoever waits."""
         self._outcome.set_exception(error)
 
     def fail_unless_done(self, error: BaseException) -> bool:
-        """The moment will not come, where nobody has said yet whether it does; says if so."""
+        """Do as `fail`, unless it has come or failed already; whether this is how it ended."""
         return self._outcome.try_exception(error)
 
     def done(self) -> bool:
@@ -100,7 +100,7 @@ class Moment(Generic[T]):
         return self._outcome.exception()
 
     def heard(self) -> object:
-        """Somebody hears how it ends; gives what stands for them."""
+        """Count one more waiter, who hears how it ends; gives the token that stands for it."""
         waiter = object()
         self._heard_by.add(waiter)
         return waiter
@@ -122,7 +122,7 @@ class Moment(Generic[T]):
         return future
 
     def _look(self, future: asyncio.Future[T]) -> None:
-        """Somebody learns of it now; an error that a cancelled waiter does not collect is seen."""
+        """Call `on_seen`; and mark an error as seen, which a cancelled waiter does not collect."""
         if not future.cancelled():
             future.exception()
             self.on_seen()
@@ -183,7 +183,7 @@ class Moment(Generic[T]):
             del self  # as above
 
     def _raises(self) -> None:
-        """Somebody has waited to the end, and is given the error, if there is one."""
+        """Note that somebody who waited to the end is given the error, if there is one."""
         if self.error() is not None:
             self.is_raised = True
             self.on_raised()
@@ -300,18 +300,18 @@ class SaveMoments:
         return self.committed.error() or self.durable.error()
 
     def retrieve(self) -> None:
-        """Whoever had to see how the save ends does, or has."""
+        """Note that whoever had to see how the save ends does, or has."""
         self.retrieved = True
         self._let_go()
 
     def seen(self) -> None:
-        """The same, of its copy, too."""
+        """Do as `retrieve`, for the end of its copy, too."""
         self.durable.heard()
         self.durable.is_raised = True
         self.retrieve()
 
     def fail(self, error: BaseException) -> None:
-        """The save ended without a commit. Once."""
+        """Have every moment that has not come fail: the save ended without a commit. Once."""
         for moment in self._all():
             moment.fail_unless_done(error)
         if self.retrieved or any(moment.is_raised for moment in self._all()):

@@ -1,4 +1,12 @@
-"""Convert a checkpoint."""
+"""Convert a checkpoint of any known format to another, in bounded memory.
+
+Before anything is written, options that have no effect with the format are refused, and so is a
+directory of "hf" or "dcp" that holds a checkpoint of another format: some reader would still find
+that one. The sizes of all files that are needed are checked then, too. `source` reads for every
+format; `ours`, `safetensors`, `hf` and `dcp` write, each in its own module, which is imported only
+when it is asked for. What a format does not keep is in the report (`losses`), never dropped
+without a word.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class SaveProgress:
             self._patience.cancel()
 
     def submitted(self) -> None:
-        """The copies of a segment are made, or queued on a device.
+        """Count a segment whose copies are made, or queued on a device.
 
         Raises:
             StateError: Of a part that was copied before a change, and one behind it.
@@ -94,7 +94,7 @@ class SaveProgress:
             )
 
     def staged(self) -> None:
-        """A segment is copied."""
+        """Count a segment that is copied; with the last, let writes go and `staged` come."""
         self.to_stage -= 1
         if self.to_stage == 0:
             self.writes_go.set()
@@ -106,7 +106,7 @@ class SaveProgress:
                 self._patience = loop.call_later(wait_s, self._tell_staged)
 
     def _tell_staged(self) -> None:
-        """All is copied."""
+        """Let `staged` come: all is copied."""
         self.end()
         self._is_told = True
         job = self.job
@@ -140,7 +140,7 @@ class SaveProgress:
             await self.turns[number].wait()
 
     def ended(self, first: int, num: int, part: asyncio.Task[None]) -> None:
-        """So many segments from one on are written, or never will be."""
+        """Let those behind `num` segments go on: these are written, or never will be."""
         if part.cancelled():  # it may not have copied: then nobody is to wait until all are
             self.writes_go.set()
         for events in (self.leases, self.turns):
@@ -148,7 +148,7 @@ class SaveProgress:
                 event.set()
 
     def written(self, nbytes: int) -> None:
-        """A segment of so many bytes is written."""
+        """Count a segment of `nbytes` that is written, and say so."""
         self.written_nbytes += nbytes
         self.context.emit(
             SaveProgressed(

@@ -278,7 +278,7 @@ class _Merger:
                 return self._join_values([(holders, node)])
         elif type(node) is not dict and type(node) is not list:
             return node
-        # no function that calls itself by its name: it would be garbage for the collector, a leaf
+        # no nested function that calls itself: a reference cycle for each leaf, for the collector
         return _with_children(node, functools.partial(self._number, holders=holders, rank=rank))
 
     def _refer(self, name: str, holders: int, rank: int) -> int:

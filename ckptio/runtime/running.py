@@ -1,4 +1,10 @@
-"""A coroutine under way on an engine's loop, as other threads see it."""
+"""What is under way on an engine's threads, as others see it, and how it comes to an end.
+
+`Running` is a coroutine on the engine's loop. `run_uninterrupted` and `run_aside` have a function
+run on a thread that no signal's handler interrupts; the first waits for it, the second, which is
+for finalizers, does not. `at_exit` and `never_end_in_child` say what the end of the program, or of
+a forked child, does with an engine that is still open.
+"""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class TargetState:
         torch.autograd.graph.increment_version(self._tensors)
 
     def mark_written(self) -> None:
-        """All is written.
+        """Tell autograd that all is written, if the targets are where they were.
 
         Raises:
             TargetError: One was moved in memory meanwhile, and not filled.

@@ -39,8 +39,8 @@ _WIPE_ON_FORK = 18
 
 
 #: Slabs that a device may still write to or read from, and those that cannot be unpinned: they
-#: stay mapped, and pinned, for ever. Of the module, other than all else that is shared here: they
-#: outlive every engine, and whatever of theirs could own them.
+#: stay mapped, and pinned, until the process ends. A global, as nothing else shared is: they
+#: outlive every engine, so none can own them.
 _lost: list[Slab] = []
 
 

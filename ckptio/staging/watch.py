@@ -184,7 +184,7 @@ class SourceWatch:
         return self._verdict[""]
 
     def copied(self, *, is_known: bool) -> None:
-        """All is copied; `is_known` if somebody learns of it just now, and so has not before."""
+        """Note that all is copied; `is_known` if somebody learns of it only now."""
         self._is_copied = True
         if is_known:
             self._verdict.setdefault("", None)

@@ -1,4 +1,12 @@
-"""DCP's side of a load: `StorageReader`."""
+"""DCP's side of a load: `StorageReader`.
+
+    every rank        read_metadata, set_up_storage_reader, prepare_local_plan, read_data
+    the coordinator   prepare_global_plan, before any rank reads
+
+Each rank opens the checkpoint by itself, so each says in its plan which save it has opened, and
+the coordinator refuses two different ones, and files that were cut, before any target changes. An
+engine is opened for each call that reads: between calls there are no threads and no open files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""DCP's side of a save: `StorageWriter`."""
+"""DCP's side of a save: `StorageWriter`.
+
+    every rank        set_up_storage_writer, prepare_local_plan, write_data
+    the coordinator   prepare_global_plan, before any rank writes; finish, which commits
+
+What these do is in `saving`; here are their signatures, as DCP wants them, and the options of the
+stock writer. Those that would have no effect are refused: to ignore them was rejected, as a script
+that only swaps its writer would count on them.
+"""
 
 from __future__ import annotations
 
