@@ -113,7 +113,7 @@ def run_into(
         return
     try:
         result = function(*args, **kwargs)
-    except BaseException as error:  # who waits for the future raises it
+    except BaseException as error:  # whoever waits for the future raises it
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -165,7 +165,7 @@ class Threads(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
         """Let the threads end once the work is done, and wait for that.
 
-        Nothing is cancelled: who asks for that does not wait.
+        Nothing is cancelled: whoever asks for that does not wait.
         """
         with self._lock:
             self._closed = True
@@ -185,7 +185,7 @@ class Threads(concurrent.futures.Executor):
         """Begin one more, if the interpreter, which may be about to end, gives one.
 
         Some (3.12.1 is one) give none as soon as the main thread has ended. Those that are
-        there go on; where there is none, who submits does the work itself.
+        there go on; where there is none, whoever submits does the work itself.
         """
         thread = threading.Thread(
             target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
@@ -302,7 +302,7 @@ async def shielded(coroutine: Coroutine[Any, Any, T], *, grace_s: float | None =
 def take_back_cancel() -> None:
     """Have this task go on after a cancellation that it caught, as if there had been none.
 
-    For one that came after a commit: who hears of a cancellation may count on it that nothing
+    For one that came after a commit: whoever hears of a cancellation may count on it that nothing
     has changed, and here something has.
     """
     task = asyncio.current_task()

@@ -8,7 +8,7 @@ the steps of a run do, is on one as a rule: while a few looks hang there, none b
 do, what they look at may be broken by itself, and its neighbours are looked at.
 
 A mount that is slow and answers is no such mount: looks there go on at a time, and none has less
-time because others went before it. Who is told too soon that nothing answers takes older data.
+time because others went before it. Whoever is told too soon that nothing answers takes older data.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Outcome(Generic[T]):
 
     def _settle(self, result: T | None, error: BaseException | None) -> bool:
         end = result, error
-        # before those who wait are called: who comes later sees it
+        # before those who wait are called: whoever comes later sees it
         if self._ends.setdefault(None, end) is not end:
             return False
         with contextlib.suppress(IndexError):

@@ -4,7 +4,7 @@ One task owns the table; others send it requests and wait for answers. So there 
 locks, and each of these holds by construction:
 
 * single flight: fifty readers of one checkpoint cause one read;
-* fresh: an answer is never older than the request. Who joins a read that had begun before
+* fresh: an answer is never older than the request. Whoever joins a read that had begun before
   has its result checked once more by its version (a stat), not taken on trust. With
   `ttl_s`, an answer may be that much older, and costs no request;
 * failures are not kept: the next request tries again;
@@ -227,7 +227,7 @@ class MetadataCache:
     async def _serve(self, identity: str, key: _Key) -> None:
         """Answer everybody who waits for a checkpoint, until nobody does.
 
-        Each round answers those who were there when it began; who comes meanwhile has the
+        Each round answers those who were there when it began; whoever comes meanwhile has the
         next round, which is one check if nothing changed.
         """
         try:

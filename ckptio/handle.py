@@ -175,7 +175,7 @@ class SaveHandle:
         """Ask the save to stop and to remove what it wrote. Returns at once.
 
         `await handle` then raises `SaveAbortedError`, unless the commit came first. Leaving
-        the engine does not raise it: who aborted knows. A copy to a second tier stops, too,
+        the engine does not raise it: whoever aborted knows. A copy to a second tier stops, too,
         and of an engine for one call those that earlier runs owed; a later run goes on.
         """
         self._moments.abort()

@@ -1,6 +1,6 @@
 """The moments of a save, as the engine sees them: it makes them come, and learns who waits.
 
-A save runs on the engine's loop; who waits may be a coroutine of any loop or a thread
+A save runs on the engine's loop; whoever waits may be a coroutine of any loop or a thread
 without one. Both wait for an `Outcome`, which exactly one path completes. What callers have
 of this, and no more, is in `handle`.
 """
@@ -341,7 +341,7 @@ class SaveMoments:
         return self.submitted, self.staged, self.committed, self.durable
 
     def abort(self) -> None:
-        """Ask for the end of the save and of its copy; who asks has seen how they end."""
+        """Ask for the end of the save and of its copy; whoever asks has seen how they end."""
         self.seen()
         self.stop()
         self._stop_copy()

@@ -46,7 +46,7 @@ class Losses:
                 continue
             self._counted.add(save)
             if save.committed.error() is None or save.is_settled():
-                self._failed.clear()  # who has seen this one knows
+                self._failed.clear()  # whoever has seen this one knows
             else:
                 self._failed.append((step, save))
         self._failed = [(step, save) for step, save in self._failed if not save.is_settled()]

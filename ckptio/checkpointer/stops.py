@@ -141,7 +141,7 @@ class Stops:
                 if reason is None:
                     return
                 self._on_stop(await self._agree(ranks, f"{self._key} stop {number}", reason))
-        except RankError:  # a rank is lost; who saves or loads next is told
+        except RankError:  # a rank is lost; whoever saves or loads next is told
             return
         finally:
             self._loop = self._heard = None

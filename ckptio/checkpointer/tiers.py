@@ -64,7 +64,7 @@ class SecondTier:
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
         self._thinning = asyncio.Lock()
-        self._is_thinning_due = False  # by who waits for it
+        self._is_thinning_due = False  # by whoever waits for it
         self._is_silent = False
         self._looking: Running[bool] | None = None  # the look that was begun last
 
@@ -358,7 +358,7 @@ class SecondTier:
     ) -> Callable[[], set[int]]:
         """Exempt from a sweep what is here of steps that the first tier still owes, too.
 
-        Who goes on with such a copy needs it.
+        Whoever goes on with such a copy needs it.
 
         Args:
             exempt: Gives the steps to leave alone.

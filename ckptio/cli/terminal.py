@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Advance = Callable[[int, int], None]
 _BATCH = 512
 #: What a URL must not hold, and what nobody else should see who reads a log.
-#: Up to the last such sign before a slash: who typed it may have forgotten to quote one.
+#: Up to the last such sign before a slash: whoever typed it may have forgotten to quote one.
 _CREDENTIALS = re.compile(r"""://[^/\s"']*@""")
 
 

@@ -107,7 +107,7 @@ def sync_kept(path: str, config: CheckpointConfig) -> None:
 
 
 def sync_above(path: str, config: CheckpointConfig) -> None:
-    """Make a directory's own name durable, and those above: who made it may have been killed.
+    """Make a directory's own name durable, and those above: whoever made it may have been killed.
 
     Raises:
         StorageError: One of them cannot be synced, or has gone.

@@ -66,13 +66,13 @@ def num_cached_lanes(config: CheckpointConfig) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class EngineContext:
-    """The parts of an engine. Made on its loop, by who closes them.
+    """The parts of an engine. Made on its loop, by whoever closes them.
 
     Attributes:
         config: Options.
         executor: Threads for whatever blocks and has none of its own.
         copiers: Threads that copy slabs. As many as may copy at a time, and so with every
-            limit here: who waits for a thread takes it over without a hop to the loop.
+            limit here: whoever waits for a thread takes it over without a hop to the loop.
         writers: Threads that sum and write slabs.
         readers: Threads that read, verify and land ranges.
         waiters: Threads that wait for devices in saves.

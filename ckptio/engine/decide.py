@@ -291,7 +291,7 @@ class Decider:
 def _followed(records: Mapping[int, JobRecord]) -> list[Followed]:
     """Give the plans that ranks followed, each once.
 
-    Ranks follow several where saves overlap and the state of each changes: who came late to
+    Ranks follow several where saves overlap and the state of each changes: whoever came late to
     one save was early enough to go by it in the next. Each has written by then, so the plan
     has to leave to each what it wrote.
     """

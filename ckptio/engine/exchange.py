@@ -10,7 +10,7 @@ all units it reads before, and its takers with all they take before, since those
 So on each of these ranks no unit of that side stands before it, and the first lane of the
 side, which has a slab of its own, is at it or free for it: a lane never waits for anything
 but its unit. What it waits for within a unit besides the other ranks (threads that read and
-copy) is never held by who waits for a rank. So the unit gets done, and then the next.
+copy) is never held by whoever waits for a rank. So the unit gets done, and then the next.
 
 Slabs of the pool, which saves and other loads hold too, carry further lanes and so make it
 faster; nothing depends on getting one. That is why each side takes one slab beyond the
@@ -117,8 +117,8 @@ async def read_shared(
     """Read, verify and land what this rank reads, pass it on, and take what others read.
 
     Every rank of the group calls this with its part of the same plan, between the round
-    that made the plan and the verdict; the link is left after the verdict. Who watches over
-    the ranks cancels this when another rank fails: who fails here tells nobody but by
+    that made the plan and the verdict; the link is left after the verdict. Whoever watches over
+    the ranks cancels this when another rank fails: whoever fails here tells nobody but by
     leaving the link.
 
     Memory beside the targets: the pool, and a slab more for each side. Slabs of the pool
@@ -151,7 +151,7 @@ async def read_shared(
         await exchange.close_sources()
         raise
     except BaseException:
-        # who is cancelled meanwhile still says what went wrong here: nobody else knows
+        # whoever is cancelled meanwhile still says what went wrong here: nobody else knows
         with suppress(asyncio.CancelledError):
             await exchange.close_sources()
         raise

@@ -105,7 +105,7 @@ async def fetch_manifest(
         try:
             manifest = await context.cache.get(storage)
         except CheckpointNotFoundError as error:
-            # raised as such on every rank: who resumes catches it
+            # raised as such on every rank: whoever resumes catches it
             return Same({"save_id": None, "hint": error.message})
         context.received.put(storage.path, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}

@@ -50,7 +50,7 @@ class HeldNotes:
             self._held[job.storage.identity, job.save_id] = await attempt.note(data)
 
     def take(self, name: Name) -> Note | None:
-        """Take the note of a copy that begins; who takes it drops or releases it."""
+        """Take the note of a copy that begins; whoever takes it drops or releases it."""
         return self._held.pop(name, None)
 
     async def let_go(self, name: Name) -> None:

@@ -53,7 +53,7 @@ class Lanes:
         gate: Lets some of all lanes of the engine through.
         opened: Lends the file of a range, on a thread.
         waiting: Those that wait for the gate, or for a slab.
-        lock: Held by who looks whether the next range fits, and takes it.
+        lock: Held by whoever looks whether the next range fits, and takes it.
     """
 
     left: deque[ReadSegment]

@@ -58,7 +58,7 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
     try:
         sizes = await reading.storage.sizes([entry.name for entry in entries])
     except CheckpointChangedError:
-        context.cache.forget(reading.storage)  # what is kept is none for who reads now
+        context.cache.forget(reading.storage)  # what is kept is none for whoever reads now
         raise
     if any(size != entry.nbytes for entry, size in zip(entries, sizes, strict=True)):
         # a checkpoint that was overwritten since looks just like a damaged one

@@ -28,7 +28,7 @@ class Named:
 
     Attributes:
         manifest: As given.
-        whole: Files of it that were found to have their sizes, for who reads with checksums.
+        whole: Files of it that were found to have their sizes, for whoever reads with checksums.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -60,7 +60,7 @@ class Named:
         index = tensor_index(node)
         if index is not None and 0 <= index < len(self.manifest.tensors):
             entry = self.manifest.tensors[index]
-            if not self.manifest.is_foreign:  # of those, who reads them says what is wrong
+            if not self.manifest.is_foreign:  # of those, whoever reads them says what is wrong
                 _require_elements(name, node, entry)
             return entry, node if node[TAG] == "view" else None
         if entry is not None:

@@ -96,7 +96,7 @@ async def _find_nearest(first: Storage, second: Storage, context: EngineContext)
     if here is None or isinstance(wrong, CheckpointNotFoundError):
         has_none = isinstance(wrong, CheckpointNotFoundError)
         if not has_none and await _may_owe(first, wrong):
-            return _Choice(is_second=False, is_refused=True)  # who reads it says what is wrong
+            return _Choice(is_second=False, is_refused=True)  # whoever reads it says what is wrong
         # where nothing else is left to read, a mount that hangs is waited for, as in a load of it
         has_other = await _has_any(second, raises=has_none) if answers or has_none else False
         if has_other:
@@ -306,7 +306,7 @@ async def _agree(
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("manifest")
         choice = _Choice(*await session.round("tier", [first.path, second.path], decide))
-    if choice.is_second is None:  # raised as such on every rank: who resumes catches it
+    if choice.is_second is None:  # raised as such on every rank: whoever resumes catches it
         course.next_session = ""
         raise _missing(first, second)
     return choice

@@ -8,7 +8,7 @@ save id; and it is there by the same rule, with its manifest, written last. It i
 the first tier's files, not of tensors, whose slabs are free by then.
 
 The note (`storage.notes`) is older than the first commit and goes after the second one, so
-a copy that is owed is never forgotten. Who takes it over finds what is whole at the second
+a copy that is owed is never forgotten. Whoever takes it over finds what is whole at the second
 tier and sends the rest. Between the second commit and the end of the note nothing is lost
 either: the commit is repeated, which changes nothing.
 
@@ -269,7 +269,7 @@ class _Copy:
         return bool(is_over)
 
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
-        """Leave what was sent to who goes on with it, if anybody can."""
+        """Leave what was sent to whoever goes on with it, if anybody can."""
         is_gone = is_replaced(error) or isinstance(error, _OvertakenError)
         # of a checkpoint that the second tier has, or may soon have, an attempt owns nothing
         owns = attempt.is_alone and not self._was_there

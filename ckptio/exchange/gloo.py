@@ -12,7 +12,7 @@ What gloo does, measured with torch 2.13, and what follows from it:
 - A work has neither a future nor a way to ask whether it is done: every wait takes a
   thread. They are threads of the link's own, since one that waits for another rank must not
   keep a read waiting that this rank waits for.
-- A peer that dies is noticed at once by who waits for it. One that freezes is not: the
+- A peer that dies is noticed at once by whoever waits for it. One that freezes is not: the
   ranks of the group watch each other by other means, and cancel.
 - `abort()` does not wake who waits. A wait that runs out of time does: it closes every
   connection of the group, and all waits end. So this is how a cancelled operation lets go

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class BulkLink(Protocol):
     """Carries bytes between the ranks of a group. Used from one loop.
 
-    Both operations wait for the other side for as long as it takes: who watches over the
+    Both operations wait for the other side for as long as it takes: whoever watches over the
     ranks of the group cancels them. A cancelled operation ends at once, has let go of the
     memory by then, and breaks the link: every other operation on it fails, here and on the
     ranks that wait for this one.

@@ -7,7 +7,7 @@ costs two copies by the kernel for every taker.
 The memory is a memfd and goes to the others over a Unix socket, as a descriptor: it has no
 name that a crash could leave behind, and the limit on /dev/shm, which containers set low,
 is not its limit. The socket's name lies in the abstract namespace, so it leaves nothing
-either; who connects has to be of the same user. Both ends of a connection find at once that
+either; whoever connects has to be of the same user. Both ends of a connection find at once that
 the other is gone.
 
 A slab is shared for as long as both sides say: the sender reads into it again only when

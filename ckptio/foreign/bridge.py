@@ -26,7 +26,7 @@ V = TypeVar("V")
 class WaitsError(BaseException):
     """What was called on the loop would wait for it there.
 
-    No `Exception`: those are what a damaged file gives, to who reads one.
+    No `Exception`: those are what a damaged file gives, to whoever reads one.
     """
 
 

@@ -109,7 +109,7 @@ class ObjectFolder(Folder):
         return {name: _told(status) for name, status in looks if status is not None}
 
     def expect(self, seen: Mapping[str, str]) -> None:
-        """Take only the objects that were seen by who made a manifest, as `seen` gave it there.
+        """Take only the objects that were seen by whoever made a manifest, as `seen` gave it there.
 
         That was long ago where it is taken on trust, and on another rank it was by another URL,
         if they differ in the query alone.

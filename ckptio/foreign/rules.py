@@ -6,11 +6,11 @@ and of what is, its tensors. And in which order the bytes of a file are that say
 is told, since some version, for a thread (`set_default_load_endianness`): files are read on
 threads of ours, so the caller's word is taken where the caller is, and carried there.
 
-So a manifest that was made under one rule is none for who reads under another, though nobody
+So a manifest that was made under one rule is none for whoever reads under another, though nobody
 wrote to the file: both are a part of the version by which a manifest is kept, and the order is one
 of the identity by which a conversion knows what it wrote before. What is allowed may still
 change between one look and the next, and other ranks may have other rules. So the name that a
-tensor has in the manifest ends with a sum of all that was made (`outline_of`), and who opens it
+tensor has in the manifest ends with a sum of all that was made (`outline_of`), and whoever opens it
 compares that with what was made there. Rejected: to go by the number of a tensor alone, which
 gives one tensor's bytes under another's name.
 """

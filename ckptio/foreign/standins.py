@@ -3,8 +3,8 @@
 torch refuses a whole file for one class that it does not know: the arguments of a script
 beside a model, and nobody gets at the model. So for each class that it refuses it is given
 another one to make, which takes anything and keeps nothing, and asked again. What was made
-of it has no portable form, as little as the object itself would have: who wants that is
-refused by name, and who does not gets the rest. What torch blocks outright (functions of the
+of it has no portable form, as little as the object itself would have: whoever wants that is
+refused by name, and whoever does not gets the rest. What torch blocks outright (functions of the
 operating system) stays refused with the file: nobody means that by an argument.
 
 torch puts items into lists and dicts alone, and makes subclasses of tensors of tensors alone. So

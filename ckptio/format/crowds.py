@@ -98,7 +98,7 @@ def _plain(keys: Sequence[Json]) -> Iterator[Hashable]:
     for key in keys:
         try:
             yield key if type(key) in (str, int) else decoder.decode_key("", key)
-        except TargetError:  # equal only without classes; who loads hears of it
+        except TargetError:  # equal only without classes; whoever loads hears of it
             continue
 
 

@@ -86,24 +86,32 @@ def take_tree(tree: Json, names: Sequence[str]) -> RankTree:
         tree: As `flatten` gives it. It is not changed.
         names: Names of the tensors that it refers to, by their index in it.
     """
-    values: list[Json] = []
+    taker = _Taker(names)
+    skeleton = taker.take(tree)
+    digest = hashlib.blake2b(msgspec.json.encode(skeleton), digest_size=16).hexdigest()
+    return RankTree(digest, taker.values, [skeleton])
 
-    def visit(node: Json) -> Json:
+
+class _Taker:
+    """Takes a tree: no function that calls itself, as that would be a reference cycle."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.values: list[Json] = []
+
+    def take(self, node: Json) -> Json:
+        """Give a node with names in place of indices, and without values of this rank alone."""
         if type(node) is not dict or TAG not in node:
-            return _with_children(node, visit)
+            return _with_children(node, self.take)
         tag = node[TAG]
         if type(tag) is int:
-            return {**node, TAG: [names[tag]]}
+            return {**node, TAG: [self._names[tag]]}
         if "t" in node:
-            return {**node, "t": names[node["t"]]}
+            return {**node, "t": self._names[node["t"]]}
         if tag == RANKS_TAG:
-            values.append(visit(node["v"][0]))  # holds no other: `flatten` refuses that
-            return {TAG: RANKS_TAG, "v": len(values) - 1}
-        return _with_children(node, visit)
-
-    skeleton = visit(tree)
-    digest = hashlib.blake2b(msgspec.json.encode(skeleton), digest_size=16).hexdigest()
-    return RankTree(digest, values, [skeleton])
+            self.values.append(self.take(node["v"][0]))  # holds no other: `flatten` refuses that
+            return {TAG: RANKS_TAG, "v": len(self.values) - 1}
+        return _with_children(node, self.take)
 
 
 def find_twins(digests: Sequence[str]) -> list[int]:

@@ -2,7 +2,7 @@
 
 Where nobody answers, another program does, or rank 0 goes before all have come, a rank looks
 again: the address may be that of an earlier attempt, which was killed, and the next be on its
-way. Who comes when rank 0 has given up does not wait long for it.
+way. Whoever comes when rank 0 has given up does not wait long for it.
 
 A rank 0 of an earlier attempt that lives on and waits may take ranks of the next one. They go over
 to a newer one as soon as they see it; one that has met all the others before there is a newer one

@@ -36,7 +36,7 @@ class Turns:
     def queue(self, name: Hashable) -> Iterator[Future[None] | None]:
         """Be in a queue. Gives what is done when it is this one's turn; None if it is already.
 
-        Who leaves before its turn lets nobody pass: the next one waits for those ahead of it.
+        Whoever leaves before its turn lets nobody pass: the next one waits for those ahead of it.
         """
         own: Future[None] = Future()
         own.set_running_or_notify_cancel()  # the next one, cancelled, must not cancel it

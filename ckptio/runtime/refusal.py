@@ -26,7 +26,7 @@ def refuse(core: EngineCore, key: str, error: BaseException) -> None:
         key: The session of what they do together.
         error: Why this rank does not come; whoever calls this raises it.
     """
-    errors = [error]  # to be taken out: who keeps an error is kept by its traceback, for ever
+    errors = [error]  # to be taken out: whoever keeps an error is kept by its traceback, for ever
 
     async def tell(context: EngineContext) -> None:
         context.agreements.clear()  # as the others do, whose save fails

@@ -38,12 +38,12 @@ class Running(Generic[T]):
     """A coroutine under way on an engine's loop.
 
     Args:
-        is_endless: It has no end of its own: who waits for that stops it.
+        is_endless: It has no end of its own: whoever waits for that stops it.
 
     Attributes:
         is_endless: As given.
         end: How it ends.
-        reason: Why it was aborted, if who waits for it did not ask for that.
+        reason: Why it was aborted, if whoever waits for it did not ask for that.
     """
 
     def __init__(self, *, is_endless: bool = False) -> None:
@@ -165,7 +165,7 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
             return
         try:
             function()
-        except BaseException as error:  # who waits raises it
+        except BaseException as error:  # whoever waits raises it
             errors.append(error)
         else:
             errors.append(None)
@@ -212,7 +212,7 @@ def run_aside(function: Callable[[], None], name: str) -> None:
     """Run `function` on a thread of its own, and wait for nothing: what a finalizer may do.
 
     Garbage is collected wherever something is allocated, on a thread that may hold any lock: that
-    of all thread pools, say. Who waits there for another thread may wait for itself.
+    of all thread pools, say. Whoever waits there for another thread may wait for itself.
 
     Args:
         function: What to run. The end of the program waits for it; behind that, where no thread

@@ -2,7 +2,7 @@
 
 A fresh page costs 3 to 5 times the copy that touches it, and a pinned page far more, so
 slabs are taken once, touched once and used again for the life of the pool. The budget is
-hard: who finds no free slab waits, first come first served, and a state larger than the
+hard: whoever finds no free slab waits, first come first served, and a state larger than the
 pool flows through in waves.
 
 Slabs are anonymous private maps: page-aligned, as direct I/O wants them, and of exactly
@@ -324,7 +324,7 @@ class SlabPool:
         self._free.append(slab)
 
     def _replace(self, slab: Slab) -> None:
-        """Count a slab out that is lost, and let who waits for one have a new one."""
+        """Count a slab out that is lost, and let whoever waits for one have a new one."""
         _lost.append(slab)
         self._num_slabs -= 1
         try:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 #: Longer tensors are summed up in part: values in which a number may differ, and moments, which
 #: differ all over, and of which there may be gigabytes.
 _MAX_SUMMED_NBYTES, _MAX_MOMENT_NBYTES = 1 << 20, 1 << 12
-#: Of what an optimizer keeps the first so many parameters' is summed up: who numbers others has
+#: Of what an optimizer keeps the first so many parameters' is summed up: whoever numbers others has
 #: other ones from the first on.
 _NUM_SUMMED = 64
 _NUMBER = re.compile(r"[0-9]{1,18}")

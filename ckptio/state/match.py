@@ -134,7 +134,7 @@ class Noted:
     def _mismatch(self, fqn: str, target: Any, node: Json, found: str) -> Assemble:
         """Note what differs, if it, or anything below it, here or there, is to be loaded.
 
-        The name of a container says nothing: who leaves out what is below it may accept that.
+        The name of a container says nothing: whoever leaves out what is below it may accept that.
         """
         if self._kept_in(fqn, target) or names_kept(fqn, node, self._keep):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")

@@ -249,7 +249,7 @@ class LocalAttempt:
             raise
         except OSError as error:
             failure = storage_error(error, name.target, "cannot commit")
-            # here, not by who cleans up: who goes on later leaves, and others are told now
+            # here, not by whoever cleans up: whoever goes on later leaves, and others are told now
             if not name.withdraw():
                 text, code = f"{failure.message}; but it may stand", failure.errno or errno.EIO
                 failure = StorageError(text, path=name.target, code=code, in_doubt=True)
@@ -265,7 +265,7 @@ class LocalAttempt:
         await run_blocking(self._executor, self._stay)
 
     def _stay(self) -> None:
-        with contextlib.suppress(OSError):  # gone, say; who goes on with the save finds out
+        with contextlib.suppress(OSError):  # gone, say; whoever goes on with the save finds out
             if self._lock_fd >= 0:
                 os.utime(self._lock_fd)
 

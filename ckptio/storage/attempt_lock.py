@@ -1,4 +1,4 @@
-"""The lock of a save's attempt, held by who removes what the save has committed, or has left.
+"""The lock of a save's attempt, held by whoever removes what the save has committed, or has left.
 
 A copy to another place has the id of what it copies, and its files. So whoever removes files holds
 the lock of the save that they are of: a removal, a save that has replaced a checkpoint, and who
@@ -45,7 +45,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The attempts of a directory, for who removes files there. All of it blocks.
+    """The attempts of a directory, for whoever removes files there. All of it blocks.
 
     Attributes:
         files: Operations to use.
@@ -255,7 +255,7 @@ class Attempts:
         """
         try:
             is_free = self.files.lock(fd)
-            for _ in range(_NUM_WAITS):  # who looks for leftovers has it for a moment
+            for _ in range(_NUM_WAITS):  # whoever looks for leftovers has it for a moment
                 if is_free:
                     break
                 time.sleep(_WAIT_S)

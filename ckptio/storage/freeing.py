@@ -88,7 +88,7 @@ class Freeing:
         Raises:
             OSError: As `PosixFiles.unlink`.
         """
-        with self._lock:  # who finds no room frees what is held, and has no name by then
+        with self._lock:  # whoever finds no room frees what is held, and has no name by then
             if self._holds and len(_held) < _MAX_HELD:
                 self._hold(path)
             self._files.unlink(path)
@@ -121,7 +121,7 @@ class Freeing:
         return True
 
     def free(self) -> None:
-        """Close what is held. Blocks; who comes second waits for the first."""
+        """Close what is held. Blocks; whoever comes second waits for the first."""
         with self._lock:
             for held in self._mine:
                 with contextlib.suppress(OSError):  # the disk fails; it has no name any more

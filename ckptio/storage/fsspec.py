@@ -315,7 +315,7 @@ class FsspecStore:
 
     async def upload(self, key: str) -> FsspecUpload:
         """Open a file for writing; see `store.ObjectStore`."""
-        await self.settled(key)  # who opened it and was given up will remove it
+        await self.settled(key)  # whoever opened it and was given up will remove it
         upload = FsspecUpload(self, key)
         try:
             await self.call(key, upload.begin)

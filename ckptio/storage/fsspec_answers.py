@@ -154,7 +154,7 @@ def reason_of(error: FileNotFoundError) -> Exception | None:
     """Say why something was not found, if that is not because there is nothing.
 
     fsspec's web client says of every failure that nothing was found: of a server that is
-    down, of one that wants a password. Who begins anew where nothing is has to know. A file
+    down, of one that wants a password. Whoever begins anew where nothing is has to know. A file
     system may have looked elsewhere when it was refused something; what it was only handling
     as it said so counts where nobody has answered.
     """

@@ -62,14 +62,14 @@ class BucketLook:
     def _is_there(self, bucket: str) -> bool:
         """Whether there is a bucket; yes if nobody can tell.
 
-        Who may not look at one may be allowed to list it: then an empty one is told apart.
+        Whoever may not look at one may be allowed to list it: then an empty one is told apart.
         """
         for look in (self._fs.info, self._fs.ls):
             try:
                 look(bucket)
             except FileNotFoundError:
                 continue
-            except Exception:  # who asked has an answer of its own
+            except Exception:  # whoever asked has an answer of its own
                 return True
             return True
         return False

@@ -75,7 +75,7 @@ class FsspecReader:
         try:
             name, query = split_query(key)
             info = self._fs.info(name.rpartition("/")[0] + query)
-        except Exception:  # who asked has an answer of its own
+        except Exception:  # whoever asked has an answer of its own
             return False
         is_page = info.get("mimetype") == "text/html" or str(info.get("url")).endswith("/")
         return info.get("size") is not None and not is_page

@@ -183,7 +183,7 @@ class Storage(Protocol):
         ...
 
     async def peek_manifest(self) -> bytes | Manifest:
-        """Read the manifest, for who can do without: one of ours is enough.
+        """Read the manifest, for whoever can do without: one of ours is enough.
 
         A place that says nothing for some seconds is given up, as in `locate`.
 
@@ -203,7 +203,7 @@ class Storage(Protocol):
         ...
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told what is there, by who has its manifest already. Touches nothing."""
+        """Be told what is there, by whoever has its manifest already. Touches nothing."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the size of each data file in bytes, `None` for what is no regular file."""

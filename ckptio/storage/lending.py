@@ -7,7 +7,7 @@ written over before it is copied. So a range is lent only under a read lease (fc
 `F_SETLEASE`): the system grants it where no process can write, and holds up whoever opens
 the file for writing, or truncates it, until the lease is given back (who opens it with
 `O_NONBLOCK` is told to try again). That takes as long as the ranges that are lent; none is
-lent anew while somebody waits, and who was lent one asks block by block whether it still is.
+lent anew while somebody waits, and whoever was lent one asks block by block whether it still is.
 
 Rejected: maps without a lease, as safetensors and `torch.load(mmap=True)` have them, since a
 file that is copied over in place would end a training run; handlers of SIGBUS, which belong

@@ -90,7 +90,7 @@ def is_of_this_host(fd: int) -> bool:
 def take_read_lease(fd: int) -> bool:
     """Take a read lease of a file; false if somebody has it open for writing, or it is not ours.
 
-    Who waits for its end is announced by SIGURG, which does nothing unless the program says
+    Whoever waits for its end is announced by SIGURG, which does nothing unless the program says
     so: left alone it would be SIGIO, which ends the program.
     """
     try:

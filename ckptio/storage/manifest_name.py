@@ -14,7 +14,7 @@ gone (open(2), of O_EXCL: do not use the result of link); other mounts say that 
 know. So after every error the manifest that is there is read, and says whose it is. Inode
 numbers were rejected: some mounts in user space give each name of a file its own. A request
 that was given up may be served later yet: the file that it would name goes as the commit fails,
-so that what is said of the failure stays true for who leaves all other files to be taken up.
+so that what is said of the failure stays true for whoever leaves all other files to be taken up.
 """
 
 from __future__ import annotations

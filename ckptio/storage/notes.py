@@ -11,7 +11,7 @@ Who copies, or will, holds the note: a lock on the file, which the kernel frees 
 (`storage.locks`: whatever that has forked). So
 what a killed process owed can be taken over at once, and what a living one copies cannot.
 Where there are no locks (object stores, some mounts) two processes may copy one checkpoint
-at a time. They write the same bytes under the same names, and who gives up removes nothing of
+at a time. They write the same bytes under the same names, and whoever gives up removes nothing of
 what the other has committed; an upload that the other drops makes a copy fail, and be owed still.
 """
 

@@ -173,7 +173,7 @@ class ObjectAttempt:
         """Take over a data file: an object is there, whole, or not at all.
 
         Nothing is asked here: a sweep that was under way when this save marked itself as alive
-        may be removing it yet. Who resumes looks at all files before the commit.
+        may be removing it yet. Whoever resumes looks at all files before the commit.
         """
 
     async def note(self, data: bytes) -> ObjectNote:
@@ -242,7 +242,7 @@ class ObjectAttempt:
         """Make sure that nobody has swept this save before its manifest was there.
 
         A machine that was suspended for an hour goes on as if nothing had been; its own clock
-        may not say so either. Who sweeps takes the mark with the files.
+        may not say so either. Whoever sweeps takes the mark with the files.
 
         Raises:
             StorageError: Somebody has.

@@ -223,7 +223,7 @@ class ObjectPlace:
     async def sweep(self, save_id: str) -> None:
         """Remove what saves that were killed left: nothing of a living one, or a checkpoint.
 
-        It is looked at twice: who goes on with a save marks it first, so what was taken up
+        It is looked at twice: whoever goes on with a save marks it first, so what was taken up
         meanwhile is not dead the second time.
 
         Args:

@@ -316,7 +316,7 @@ class _Removal:
         """Remove what removals that were cut short left, and then what dead saves did.
 
         Of a removal whose manifest may come back, its mark says so: it goes as a dead save does.
-        What dead saves left is looked at twice: who goes on with one marks it first.
+        What dead saves left is looked at twice: whoever goes on with one marks it first.
         """
         found = await self._found()
         if not any(owner_of(key) for key, _ in found.signs()):

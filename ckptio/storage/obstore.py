@@ -190,7 +190,7 @@ class ObstoreStore:
         """Read a range, copied once, as it comes; see `store.ObjectStore`."""
         try:
             failure = await self._receive(key, start, room, match)
-        except Exception as error:  # who asked gets it, in our words
+        except Exception as error:  # whoever asked gets it, in our words
             failure = told(error)
         if failure is not None:
             raise failure
@@ -223,7 +223,7 @@ class ObstoreStore:
         sending, free = self._send(key, data)
         try:
             return str((await sending)["e_tag"])
-        except Exception as error:  # who asked gets it, in our words
+        except Exception as error:  # whoever asked gets it, in our words
             failure = told(error)
         finally:
             await outlive(free)
@@ -284,7 +284,7 @@ def _begun(call: Callable[[], Any]) -> asyncio.Future[obstore.PutResult]:
     """
     try:
         sending: asyncio.Future[obstore.PutResult] = call()
-    except Exception as error:  # who asked gets it, in our words
+    except Exception as error:  # whoever asked gets it, in our words
         failure = told(error)
     else:
         return sending

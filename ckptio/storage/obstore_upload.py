@@ -40,7 +40,7 @@ def lend(data: bytes | memoryview) -> tuple[memoryview, asyncio.Future[None]]:
     view = memoryview(data)
 
     def let_go() -> None:  # on whichever thread was the last
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited with it
             loop.call_soon_threadsafe(_settle, free)
 
     weakref.finalize(view, let_go).atexit = False

@@ -96,7 +96,7 @@ def _names_of(protocol: str) -> tuple[str, ...]:
 
 def _protocols(protocol: str) -> set[str]:
     """Name the protocols there are, that of a URL among them."""
-    import fsspec  # noqa: PLC0415  # 50 ms that who gives no mapping does not need
+    import fsspec  # noqa: PLC0415  # 50 ms that whoever gives no mapping does not need
 
     ours = {entry.name for entry in other_backends()}
     aliases = {name for names in _ALIASES for name in names}

@@ -50,7 +50,7 @@ _log = logging.getLogger("ckptio")
 
 T = TypeVar("T")
 
-#: Seconds without an answer after which the log says so; who just has a look has gone by then.
+#: Seconds without an answer after which the log says so; whoever just has a look has gone by then.
 _PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
@@ -169,7 +169,7 @@ class Requests:
         ends_s = asyncio.get_running_loop().time() + GRACE_S
         requests._ends_s = ends_s if self._ends_s is None else min(ends_s, self._ends_s)
         requests._longest_s = min(self._longest_s, GRACE_S / 3)
-        requests._is_told = True  # who has given up waits for no better
+        requests._is_told = True  # whoever has given up waits for no better
         return requests
 
     async def run(

@@ -258,7 +258,7 @@ class LocalRoot:
         if os.path.islink(directory):  # its directory could not be removed like the others
             raise OSError(errno.ELOOP, "it is a link; remove it, and what it points to, by hand")
         manifest = f"{directory}/{MANIFEST_NAME}"
-        self._require_same(manifest, data)  # before, too: who is killed now has to put it back
+        self._require_same(manifest, data)  # before, too: whoever is killed now has to put it back
         self._files.replace(manifest, f"{directory}/{tomb}")
         try:
             self._require_same(f"{directory}/{tomb}", data)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
 
-#: The answer to who asks an empty object for a byte.
+#: The answer to whoever asks an empty object for a byte.
 _NO_SUCH_RANGE = "InvalidRange"
 _MIN_PART_NBYTES = 5 << 20
 _GAP_NBYTES = 1 << 20
@@ -151,7 +151,7 @@ class S3Store:
         arguments = {**self._extras_for(operation), "Bucket": self._bucket, **arguments}
         try:
             return await method(**arguments)
-        except Exception as error:  # who asked gets it, in our words
+        except Exception as error:  # whoever asked gets it, in our words
             failure = told(error)
         raise failure
 

@@ -95,7 +95,7 @@ async def receive(answer: Mapping[str, Any], room: memoryview) -> None:
                     break
                 room[position : position + len(chunk)] = chunk
                 position += len(chunk)
-    except Exception as error:  # who asked gets it, in our words
+    except Exception as error:  # whoever asked gets it, in our words
         failure = told(error)
     if failure is not None:
         raise failure

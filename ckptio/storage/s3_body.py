@@ -35,7 +35,7 @@ class Body:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the memory: who holds the body still finds nothing in it."""
+        """Let go of the memory: whoever holds the body still finds nothing in it."""
         self._view.release()
 
     def __len__(self) -> int:

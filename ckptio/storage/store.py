@@ -6,7 +6,7 @@ a time and what a checkpoint is made of is decided above (`storage.requests`,
 `storage.objects`). It belongs to the loop on which it was made.
 
 Failures are told in four words, since only a store knows what its answers mean, and only
-who asked knows what to do about them: `ObjectMissingError`, `ConditionFailedError`,
+whoever asked knows what to do about them: `ObjectMissingError`, `ConditionFailedError`,
 `TransientError`, and `RefusedError` for whatever will not get better.
 """
 

@@ -1,7 +1,7 @@
 """Links between ranks that are tasks of one loop.
 
-A message is handed over when both sides have come, as with a real link: who sends waits
-for all of its takers, who takes waits for the sender, and nothing lies in between. What
+A message is handed over when both sides have come, as with a real link: whoever sends waits
+for all of its takers, whoever takes waits for the sender, and nothing lies in between. What
 takes time takes a time drawn from a seed, so that on a `VirtualLoop` every order occurs.
 """
 
@@ -54,7 +54,7 @@ class _Message:
         for future in (self.offered, self.taken):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # who waits for it raises it; there may be nobody
+                future.exception()  # whoever waits for it raises it; there may be nobody
 
 
 class MemoryNetwork:

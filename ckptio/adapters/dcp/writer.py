@@ -223,7 +223,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         """
         save = self._under_way()
         tickets = save.begin(len(plans))
-        # who saves and fails on another rank does not tell: then this is what is left to do
+        # whoever saves and fails on another rank does not tell: then this is what is left to do
         self._last_will = weakref.finalize(self, save.abandon_aside)
         return [
             dataclasses.replace(plan, storage_data=ticket)
