@@ -460,6 +460,30 @@ def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
     run_virtual(scenario(), seed=0)
 
 
+class TakenByOthers(MemoryStorage):
+    """As soon as something is committed, another program puts a checkpoint of its own there."""
+
+    async def read_manifest(self) -> tuple[int, Any]:
+        version, data = await super().read_manifest()
+        return version, decode_manifest(data)  # as what others wrote is given
+
+
+def test_the_copy_of_what_another_program_has_replaced_is_told() -> None:
+    """There is nothing to copy any more, and what is there is none of ours."""
+
+    async def scenario() -> None:
+        storages = {"near/a": TakenByOthers("near/a"), "far/a": MemoryStorage("far/a")}
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await handle
+            with pytest.raises(CheckpointChangedError):
+                await handle.durable
+        assert storages["far/a"].manifest is None
+        assert storages["far/a"].files == {}
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_save_that_fails_has_no_copy() -> None:
     """`durable` raises what the commit raises; nothing is noted."""
 
