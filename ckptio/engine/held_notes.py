@@ -27,15 +27,12 @@ if TYPE_CHECKING:
     from ckptio.engine.save import SaveJob
     from ckptio.storage.interface import Attempt, Note
 
-    #: A place, by its identity, and a save.
-    Name = tuple[str, str]
-
 
 class HeldNotes:
     """Those of an engine. Used from its loop."""
 
     def __init__(self) -> None:
-        self._held: dict[Name, Note] = {}
+        self._held: dict[str, Note] = {}  # by the ids of their saves
 
     async def leave(self, job: SaveJob, attempt: Attempt, context: EngineContext) -> None:
         """Leave the note of a save that is to be copied, and hold it; nothing for any other.
@@ -47,22 +44,23 @@ class HeldNotes:
         """
         if job.note:
             data = await _with_replaced(job, context) if job.overwrite else job.note
-            self._held[job.storage.identity, job.save_id] = await attempt.note(data)
+            context.copies.begin(job.storage.identity, job.save_id)
+            self._held[job.save_id] = await attempt.note(data)
 
-    def take(self, name: Name) -> Note | None:
+    def take(self, save_id: str) -> Note | None:
         """Take the note of a copy that begins; whoever takes it drops or releases it."""
-        return self._held.pop(name, None)
+        return self._held.pop(save_id, None)
 
-    async def let_go(self, name: Name) -> None:
+    async def let_go(self, save_id: str) -> None:
         """Release the note of a copy that does not begin, if it is held."""
-        note = self.take(name)
+        note = self.take(save_id)
         if note is not None:
             await shielded(note.release())
 
     async def close(self) -> None:
         """Release all of them: the engine ends, and no copy begins any more."""
-        for name in list(self._held):
-            await self.let_go(name)
+        for save_id in list(self._held):
+            await self.let_go(save_id)
 
 
 async def _with_replaced(job: SaveJob, context: EngineContext) -> bytes:

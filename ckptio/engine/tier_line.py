@@ -46,7 +46,7 @@ class CopyLine:
     Attributes:
         slabs: Slabs that copies may hold.
         max_slabs: How many these are.
-        under_way: Copies that this engine has begun or will begin: place and save id.
+        under_way: Copies that this engine has begun or will begin, on rank 0: place and save id.
         seen: Directories whose unfinished copies this engine has looked for.
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
@@ -79,13 +79,18 @@ class CopyLine:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._targets: Line[str] = Line()
         self._watching: list[asyncio.Future[None]] = []
+        self._begun: dict[str, tuple[str, str]] = {}
         self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
     def enter(self, job: CopyJob) -> None:
-        """Take the next place in the line for a copy, which `part` and `end` give back."""
+        """Take the next place in the line for a copy, which `end` gives back."""
         self._num_tickets += 1
         job.ticket = self._num_tickets
-        self.under_way.add(job.name)
+
+    def begin(self, place: str, save_id: str) -> None:
+        """Take note, before its commit, that a save will be copied; until `end`."""
+        self._begun[save_id] = place, save_id
+        self.under_way.add((place, save_id))
 
     async def stoppable(self, name: tuple[str, str], copy: Coroutine[Any, Any, T]) -> T | None:
         """Make a copy that an earlier run owed; gives nothing if `parted` stopped it."""
@@ -210,8 +215,11 @@ class CopyLine:
         """Say how many with lower numbers have not ended."""
         return sum(number not in self._ended for number in range(self._first, ticket))
 
-    def end(self, ticket: int) -> None:
-        """Take note that a copy has ended, whether or not it had a place. Repeatable."""
+    def end(self, job: CopyJob) -> None:
+        """Take note that a copy has ended, whether or not it began, or had a place. Repeatable."""
+        name, ticket = self._begun.pop(job.save_id, None), job.ticket or 0
+        if name is not None:
+            self.part(name)
         self.let_pass(ticket)
         if ticket >= self._first:
             self._ended.add(ticket)

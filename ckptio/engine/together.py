@@ -215,7 +215,7 @@ class _JointSave:
         """Let go of files that are part of a checkpoint now."""
         if self._attempt is not None and not self._leads:
             await self._attempt.leave()
-        await self._job.storage.locate()  # rank 0 has
+        await self._job.storage.locate(gives_up=False)  # rank 0 has
         self._context.cache.forget(self._job.storage)
 
     async def clean_up(self, error: BaseException) -> SaveReceipt | None:

@@ -56,7 +56,7 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     with context.turns.enter(storage) as before:
 
         async def my_turn(attempt: Attempt) -> None:
-            await storage.locate()
+            await storage.locate(gives_up=False)
             for end, other in before:
                 if not end.done() and await _is_same(storage, other):
                     while not end.done():
@@ -71,8 +71,7 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
 async def _is_same(storage: Storage, other: Storage) -> bool:
     """Whether another storage is of the same place as one that was located."""
     if other.path != storage.path:
-        await other.locate()
-        return other.identity == storage.identity
+        return await other.find() == storage.identity
     return True
 
 

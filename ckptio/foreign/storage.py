@@ -78,9 +78,13 @@ class AnyStorage:
         """Give `identity` as it is now; see `storage.interface.Storage`."""
         return await self._inner.identify()
 
-    async def locate(self) -> bool:
+    async def find(self) -> str | None:
+        """Give `identity` if it answers; see `storage.interface.Storage`."""
+        return await self._inner.find()
+
+    async def locate(self, *, gives_up: bool = True) -> bool:
         """Find `identity` out; see `storage.interface.Storage`."""
-        return await self._inner.locate()
+        return await self._inner.locate(gives_up=gives_up)
 
     @property
     def gap_nbytes(self) -> int:

@@ -94,7 +94,7 @@ async def _copied(
             if begins.error() is not None:
                 return _nothing  # the handle says so
             unmade = list(copies.unmade)  # of earlier saves: later ones commit later
-            note = context.notes.take(job.name)  # on rank 0
+            note = context.notes.take(job.save_id)  # on rank 0
         except BaseException as error:
             if begins.error() is not None:
                 return _nothing
@@ -111,9 +111,8 @@ async def _copied(
         copies.unmade[job.name] = moments
         return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
-        copies.part(job.name)
-        copies.end(job.ticket or 0)
-        await context.notes.let_go(job.name)  # of a save that was not committed
+        copies.end(job)
+        await context.notes.let_go(job.save_id)  # of a save that was not committed
     copies.has_replaced(job, unmade)
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True

@@ -149,11 +149,19 @@ class Storage(Protocol):
         """Give `identity` as it is now, however long the place takes to answer."""
         ...
 
-    async def locate(self) -> bool:
+    async def find(self) -> str | None:
+        """Give `identity` as it is now; `None` of a place that says nothing for some seconds.
+
+        Whoever looks at such a place is given up, and holds nothing.
+        """
+        ...
+
+    async def locate(self, *, gives_up: bool = True) -> bool:
         """Find `identity` out, so that it does not block from here on, nor change.
 
-        A place that says nothing for some seconds, as a mount does whose server is gone, is known
-        by its path then. Whoever looks at it is given up, and holds nothing.
+        Args:
+            gives_up: Whether a place that says nothing for some seconds, as a mount does whose
+                server is gone, is known by its path then. It is waited for otherwise.
 
         Returns:
             Whether it has answered. What is asked by requests, which end, is not asked here.

@@ -90,17 +90,19 @@ class LocalStorage:
 
     async def identify(self) -> str:
         """Follow links on a thread; see `interface.Storage`."""
-        return await run_blocking(self._executor, lambda: self.identity)
+        return self._located or await run_blocking(self._executor, os.path.realpath, self._path)
 
-    async def locate(self) -> bool:
+    async def find(self) -> str | None:
+        """Follow links on a thread that is given up if need be; see `interface.Storage`."""
+        with contextlib.suppress(TimeoutError):
+            return await run_or_give_up(self._look, _LOOK_S, "ckptio-look", self._path)
+        return None
+
+    async def locate(self, *, gives_up: bool = True) -> bool:
         """Find `identity` out on a thread of its own; see `interface.Storage`."""
-        try:
-            found = await run_or_give_up(self._look, _LOOK_S, "ckptio-look", self._path)
-        except TimeoutError:
-            self._located = self._located or self._path
-            return False
-        self._located = self._located or found
-        return True
+        found = await (self.find() if gives_up else self.identify())
+        self._located = self._located or found or self._path
+        return found is not None
 
     def _look(self) -> str:
         """Have a server say something: what is kept of it here may be shown while it hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,16 @@ import pytest
 
 from ckptio import KeepLast, sync
 from ckptio.engine import progress
+from ckptio.errors import CheckpointChangedError, SaveAbortedError
+from ckptio.events import SaveCommitted, SaveQueued
 from ckptio.storage import local
 from tests.mounts import Mount
-from tests.rig import SMALL, assert_same, filled_state, random_state
+from tests.rig import SMALL, assert_same, config_with, filled_state, random_state
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptio.events import Event
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [100_000, 3000]
@@ -27,18 +32,61 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
     return Mount(tmp_path / "far", monkeypatch)
 
 
-def test_training_and_saves_to_other_places_go_on(tmp_path: Path, mount: Mount) -> None:
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_training_and_saves_to_other_places_go_on(
+    tmp_path: Path, mount: Mount, *, is_copied: bool
+) -> None:
     """The state may change, and is committed as it was when the server is back."""
     near, far, state = tmp_path / "near", tmp_path / "far", random_state(SIZES)
+    copies = [tmp_path / "copies" / name if is_copied else None for name in "ab"]
     with sync.Engine(SMALL) as engine:
         with mount.hanging():
-            hung = engine.start_save(state, far)
+            hung = engine.start_save(state, far, then=copies[0])
             hung.staged.wait()
-            engine.save(filled_state(SIZES, 1), near)
+            engine.save(filled_state(SIZES, 1), near, then=copies[1])
             assert_same(engine.load(near), filled_state(SIZES, 1))
             assert not hung.committed.done()
+        hung.durable.wait()
+        assert_same(engine.load(copies[0] or far), state)
+
+
+def test_a_save_that_never_began_asks_nothing_of_it(tmp_path: Path, mount: Mount) -> None:
+    """It was aborted while it waited for those before it: no copy of it is under way."""
+    state, is_queued = random_state(SIZES), threading.Event()
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveQueued):
+            is_queued.set()
+
+    with sync.Engine(config_with(max_saves=1), observer=watch) as engine:
+        with mount.hanging():
+            hung = engine.start_save(state, tmp_path / "far" / "a")
+            aborted = engine.start_save(state, tmp_path / "far" / "b", then=tmp_path / "copy")
+            assert is_queued.wait(60)
+            aborted.abort()
+            with pytest.raises(SaveAbortedError):
+                aborted.durable.wait()
         hung.result()
-        assert_same(engine.load(far), state)
+
+
+def test_a_copy_ends_under_the_name_that_it_began_with(tmp_path: Path) -> None:
+    """Also where the link moves meanwhile by which its first tier is called."""
+    link = tmp_path / "link"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    link.symlink_to("one")
+
+    def move(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            link.unlink()
+            link.symlink_to("two")
+
+    with sync.Engine(SMALL, observer=move) as engine:
+        handle = engine.start_save(random_state(SIZES), link / "a", then=tmp_path / "far")
+        handle.result()
+        with pytest.raises(CheckpointChangedError):
+            handle.durable.wait()
+        assert not engine._core.context.copies.under_way
 
 
 def test_so_they_do_where_it_is_loaded_from(tmp_path: Path, mount: Mount) -> None:

@@ -460,6 +460,28 @@ def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_a_copy_counts_as_under_way_from_before_the_commit() -> None:
+    """From then on whoever takes up what is owed may see that checkpoint."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, under_way = memory(storages, "near/a"), []
+
+        def look(operation: Operation) -> None:
+            if operation.kind in {"note", "commit"}:
+                under_way.append([*engine._core.context.copies.under_way])
+
+        near.fault = look
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await handle.durable
+            name = near.identity, handle.save_id
+            assert under_way == [[name], [name]]
+            assert not engine._core.context.copies.under_way
+
+    run_virtual(scenario(), seed=0)
+
+
 class TakenByOthers(MemoryStorage):
     """As soon as something is committed, another program puts a checkpoint of its own there."""
 

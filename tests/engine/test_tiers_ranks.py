@@ -311,7 +311,8 @@ def test_the_rank_that_decides_alone_asks_the_second_tier(monkeypatch: pytest.Mo
     """Others would wait for a mount that hangs on their host; where it is read, they need it."""
     asked: list[str] = []
 
-    async def locate(self: MemoryStorage) -> bool:
+    async def locate(self: MemoryStorage, *, gives_up: bool = True) -> bool:
+        del gives_up
         asked.append(self.path)
         return True
 

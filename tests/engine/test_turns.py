@@ -29,11 +29,11 @@ class SlowStorage(MemoryStorage):
 
 
 class LostStorage(SlowStorage):
-    """Does not say where it is before long, and is known by its path then."""
+    """Does not say where it is for long, and is given up then."""
 
-    async def locate(self) -> bool:
+    async def find(self) -> str | None:  # type: ignore[override]
         await asyncio.sleep(5)
-        return False
+        return None
 
 
 class LocatedStorage(MemoryStorage):
@@ -49,7 +49,8 @@ class LocatedStorage(MemoryStorage):
     async def identify(self) -> str:
         return super().identity
 
-    async def locate(self) -> bool:
+    async def locate(self, *, gives_up: bool = True) -> bool:
+        assert not gives_up  # one that is known by its path may be two
         self.is_located = True
         return True
 
@@ -119,7 +120,8 @@ def test_where_a_place_is_is_found_out_before_that_is_needed() -> None:
         async with job(3, place) as ranks:
 
             async def save(rank: int, engine: Engine) -> None:
-                await engine.save({f"{rank}": filled_state(SIZES, rank)}, "memory")
+                state = {f"{rank}": filled_state(SIZES, rank)}
+                await engine.save(state, "memory", then="far").durable
 
             await ranks.all(save)
         async with job(3, place) as ranks:
