@@ -23,7 +23,7 @@ _LOOK_S = 0.01
 
 # the same examples for everybody who runs the tests: what fails is due to the change at hand;
 # the stress session looks for new ones
-settings.register_profile("few", max_examples=30, deadline=None, derandomize=True)
+settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=300, deadline=None, database=None)
 settings.load_profile("few")
 

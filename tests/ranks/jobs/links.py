@@ -1,16 +1,10 @@
-"""One rank of a group of processes that load together.
-
-Run with a scenario, the kind of link, the number of ranks, this rank, and the port of rank
-0's store, which rank 0 prints.
-"""
+"""One rank of a group of processes that load together, over a link of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +15,6 @@ from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.landing import Reading
-from ckptio.errors import PeerLostError
 from ckptio.exchange.gloo import StoreAddress, gloo_link, serve_store
 from ckptio.exchange.shared import shared_link
 from ckptio.format.manifest import decode_manifest
@@ -36,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from ckptio.exchange.link import BulkLink
+    from tests.ranks.jobs.worker import Me
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -43,17 +37,21 @@ CONFIG = CheckpointConfig(block_nbytes=4 * KiB, slab_nbytes=64 * KiB, pool_nbyte
 
 
 @contextlib.asynccontextmanager
-async def address_of(rank: int, port: str) -> AsyncIterator[StoreAddress]:
-    if rank:
-        yield StoreAddress(LOOPBACK, int(port))
+async def address_of(me: Me, told: Path) -> AsyncIterator[StoreAddress]:
+    """Serve a store on rank 0, and tell the others its port in a file."""
+    if me.rank:
+        while not told.exists():
+            await asyncio.sleep(0.01)
+        yield StoreAddress(LOOPBACK, int(told.read_text()))
         return
     async with serve_store(LOOPBACK, TIMEOUT_S) as address:
-        sys.stdout.write(f"{address.port}\n")
-        sys.stdout.flush()
+        part = told.with_suffix(".part")
+        part.write_text(str(address.port))
+        part.rename(told)
         yield address
 
 
-async def load(rank: int, num_ranks: int, link: BulkLink) -> int:
+async def load(me: Me, link: BulkLink, directory: Path) -> int:
     """Write the same checkpoint as all others do, and load it with them."""
     contents = contents_of(SAVE_IDS[0], 2 * MiB, MiB)
     manifest = decode_manifest(manifest_of(SAVE_IDS[0], contents))
@@ -69,40 +67,39 @@ async def load(rank: int, num_ranks: int, link: BulkLink) -> int:
         pool=SlabPool(CONFIG.pool_nbytes, CONFIG.slab_nbytes),
         cache=MetadataCache(1, 1),
     )
-    with tempfile.TemporaryDirectory() as directory:
-        storage = LocalStorage(os.path.join(directory, "c"), CONFIG, threads[0], context.emit)
-        await write_files(storage, SAVE_IDS[0], contents)
-        plan = plan_exchange(
-            manifest,
-            [block_runs(wanted, manifest.block_nbytes)] * num_ranks,
-            ["h"] * num_ranks,
-            CONFIG.slab_nbytes,
-        )
-        part = plan_part(manifest, decode_part(plan.parts()[rank]), wanted, rank)
-        tensors = [torch.zeros(want.nbytes, dtype=torch.uint8) for want in wanted]
-        target = TargetState([Destination(t, torch.uint8) for t in tensors], None)
-        try:
-            await read_shared(part, Reading(storage, manifest, target), link, context)
-        finally:
-            assert context.pool.statistics().leased_nbytes == 0
-            context.pool.close()
-            for some in threads:
-                some.shutdown()
+    storage = LocalStorage(str(directory / str(me.rank)), CONFIG, threads[0], context.emit)
+    await write_files(storage, SAVE_IDS[0], contents)
+    plan = plan_exchange(
+        manifest,
+        [block_runs(wanted, manifest.block_nbytes)] * me.world_size,
+        ["h"] * me.world_size,
+        CONFIG.slab_nbytes,
+    )
+    part = plan_part(manifest, decode_part(plan.parts()[me.rank]), wanted, me.rank)
+    tensors = [torch.zeros(want.nbytes, dtype=torch.uint8) for want in wanted]
+    target = TargetState([Destination(t, torch.uint8) for t in tensors], None)
+    try:
+        await read_shared(part, Reading(storage, manifest, target), link, context)
+    finally:
+        assert context.pool.statistics().leased_nbytes == 0
+        context.pool.close()
+        for some in threads:
+            some.shutdown()
     for tensor, data in zip(tensors, contents.values(), strict=True):
         assert bytes(tensor.numpy()) == data
     return part.read_nbytes
 
 
-async def meet(rank: int, num_ranks: int, link: BulkLink) -> None:
-    """Wait for all ranks."""
+async def meet(me: Me, link: BulkLink) -> None:
+    """Wait for all ranks, as the verdict does: nobody goes before all are through."""
     last = 2**31 - 2
     with contextlib.closing(Slab(4 * KiB)) as own:
         slab, room = (link.slabs[0], None) if link.slabs else (own, own)
-        if rank == 0:
-            for other in range(1, num_ranks):
+        if me.rank == 0:
+            for other in range(1, me.world_size):
                 async with link.receive(other, last, room, 1):
                     pass
-            await link.send(range(1, num_ranks), last, slab, 1)
+            await link.send(range(1, me.world_size), last, slab, 1)
         else:
             await link.send([0], last, slab, 1)
             async with link.receive(0, last, room, 1):
@@ -110,15 +107,15 @@ async def meet(rank: int, num_ranks: int, link: BulkLink) -> None:
 
 
 @contextlib.asynccontextmanager
-async def link_of(kind: str, rank: int, num_ranks: int, port: str) -> AsyncIterator[BulkLink]:
-    async with address_of(rank, port) as address:
+async def link_of(me: Me, kind: str, told: Path) -> AsyncIterator[BulkLink]:
+    async with address_of(me, told) as address:
         if kind == "gloo":
-            async with gloo_link(rank, num_ranks, address, LOOPBACK, TIMEOUT_S) as gloo:
+            async with gloo_link(me.rank, me.world_size, address, LOOPBACK, TIMEOUT_S) as gloo:
                 yield gloo
         else:
             async with shared_link(
-                rank,
-                num_ranks,
+                me.rank,
+                me.world_size,
                 f"{SAVE_IDS[0]}-{address.port}",
                 num_slabs=3,
                 slab_nbytes=CONFIG.slab_nbytes,
@@ -127,20 +124,14 @@ async def link_of(kind: str, rank: int, num_ranks: int, port: str) -> AsyncItera
                 yield shared
 
 
-async def main(scenario: str, kind: str, num_ranks: int, rank: int, port: str) -> None:
-    async with link_of(kind, rank, num_ranks, port) as link:
-        if scenario == "die" and rank:
-            os._exit(3)
-        try:
-            said = str(await load(rank, num_ranks, link))
-        except PeerLostError as error:
-            said = f"PeerLostError: {error}"
-        sys.stdout.write(f"{said}\n")
-        if scenario == "load":
-            await meet(
-                rank, num_ranks, link
-            )  # as the verdict does: nobody goes before all are through
+def load_together(me: Me, kind: str, path: str) -> int:
+    """Load what all load; gives how many bytes this rank has read of the disk."""
 
+    async def live() -> int:
+        async with link_of(me, kind, Path(path) / "port") as link:
+            me.point("linked")
+            read_nbytes = await load(me, link, Path(path))
+            await meet(me, link)
+        return read_nbytes
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]))
+    return asyncio.run(live())
