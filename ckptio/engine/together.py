@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,6 +36,7 @@ from ckptio._aio import run_blocking, shielded, take_back_cancel
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
+from ckptio.engine.doubt import OF_THE_PATH, doubt_of
 from ckptio.engine.save import (
     SaveReceipt,
     announce,
@@ -44,18 +44,11 @@ from ckptio.engine.save import (
     write_buckets,
 )
 from ckptio.engine.turns import place_for
-from ckptio.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CommitConflictError,
-    RankError,
-    StorageError,
-)
+from ckptio.errors import CheckpointError, RankError, StorageError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
 from ckptio.plan.trees import take_tree
-from ckptio.ranks.interface import NOT_STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -67,11 +60,6 @@ if TYPE_CHECKING:
     from ckptio.plan.trees import RankTree
     from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Attempt
-
-
-#: When rank 0 fails with one of these, every rank raises that type instead of `RankError`, so that
-#: `except CheckpointExistsError` works on all ranks.
-_OF_THE_PATH = (CheckpointExistsError, CommitConflictError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +108,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
         if committed is not None:
             return committed
         if isinstance(error, RankError) and not error.in_doubt and context.ranks.world_size > 1:
-            for kind in _OF_THE_PATH:
+            for kind in OF_THE_PATH:
                 if error.was_caused_by(kind, rank=0):
                     raise kind(job.storage.path) from error
         raise
@@ -249,39 +237,19 @@ class _JointSave:
             failed = isinstance(told, RankError) and not told.in_doubt
             # what a manifest names stays, whatever anybody says
             await (attempt.abort() if found is None and failed else attempt.leave())
-        self._require_sure(error, found, problem)
+        doubt = doubt_of(
+            error,
+            self._failure,
+            problem,
+            leads=self._leads,
+            is_found=found is not None,
+            path=self._job.storage.path,
+        )
+        if doubt is not None:
+            raise doubt from problem or doubt.__cause__
         if found is not None and isinstance(error, asyncio.CancelledError):
             take_back_cancel()
         return found
-
-    def _require_sure(
-        self, error: BaseException, found: SaveReceipt | None, problem: StorageError | None
-    ) -> None:
-        """Raise that nobody can tell what became of a save, if that is so; see `clean_up`."""
-        told = error if isinstance(error, RankError) else error.__cause__
-        told = told if isinstance(told, RankError) else None
-        own = self._failure  # of which an abort may have found out late that it is in doubt
-        said = told or own or problem
-        is_unseen = found is None and told is not None and told.in_doubt  # or never there
-        is_unsure = is_unseen or problem is not None or self._is_unsure(told)
-        is_cancel = isinstance(error, asyncio.CancelledError)
-        if said is None and is_cancel and not self._leads:  # twice, so that there is no verdict
-            text = "the save was cancelled; rank 0 may commit it, or take back what it committed"
-            raise StorageError(text, path=self._job.storage.path, in_doubt=True)
-        if said is None or not is_unsure:
-            return
-        if found is not None or said.in_doubt or (own is not None and own.in_doubt):
-            doubt = _in_doubt(said)
-            raise doubt from problem or doubt.__cause__
-
-    def _is_unsure(self, told: RankError | None) -> bool:
-        """Whether rank 0 is alive and its commit has failed, or may still fail."""
-        if self._leads:
-            return self._failure is not None
-        if told is None:
-            return False
-        has_failed = told.was_caused_by(StorageError, *_OF_THE_PATH, rank=0)
-        return has_failed or told.causes.get(0, "").startswith(NOT_STOPPED)
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
@@ -383,16 +351,3 @@ async def _problem_of(sealing: Awaitable[None]) -> StorageError | None:
     except StorageError as error:
         return error
     return None
-
-
-def _in_doubt(error: RankError | StorageError) -> RankError | StorageError:
-    """Have an error say that what failed may have been committed."""
-    if error.in_doubt:
-        return error
-    doubt = "but it may stand: look whether the checkpoint is there"
-    if isinstance(error, StorageError):
-        text, path, code = f"{error.message}; {doubt}", str(error.filename), error.errno
-        return StorageError(text, path=path, code=code or errno.EIO, in_doubt=True)
-    error.args = (f"{error}; {doubt}",)
-    error.in_doubt = True
-    return error
