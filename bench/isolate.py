@@ -47,7 +47,8 @@ PRELOADED = [
     "bench.planners",
     "bench.rounds",
     "anyio._backends._asyncio",
-    "ckptio.runtime.flows",
+    "ckptio.runtime.loading",
+    "ckptio.runtime.saving",
     "torch._dynamo",
 ]
 #: Names of what can be measured.

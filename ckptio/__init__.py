@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     )
     from ckptio.plan.schedule import SaveEvery
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
@@ -169,7 +169,7 @@ _HOMES = {
     ),
     "ckptio.plan.schedule": ("SaveEvery",),
     "ckptio.ranks.discover": ("RanksLike",),
-    "ckptio.runtime.flows": ("LoadResult",),
+    "ckptio.runtime.loading": ("LoadResult",),
     "ckptio.runtime.slices": ("Index",),
     "ckptio.shards": ("PerRank", "Shard"),
     "ckptio.staging.pool": ("PoolStatistics",),

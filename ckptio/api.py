@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -155,7 +155,7 @@ class Engine(Gauges):
                 through a link, `await handle` raises it).
             EngineClosedError: The engine is not open.
         """
-        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
         return SaveHandle(begin_save(self._core, state, path, overwrite=overwrite, then=then))
 
@@ -289,9 +289,9 @@ class Engine(Gauges):
         self, path: PathLike, asked: Asked, then: PathLike | None, currents: CallerCurrents
     ) -> Any:
         """Give the result, or its state alone, as is asked for."""
-        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
-        load = flows.load_flow(self._core, path, asked, then)
+        load = load_flow(self._core, path, asked, then)
         result = await drive(self._core, load, f"load {path!s}", currents)
         return result if asked.reports else result.state
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.moments import CheckpointInfo
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -114,7 +114,7 @@ class Engine(Gauges):
             CheckpointError: As `ckptio.Engine.save` when it is called. What comes later is raised
                 by the waits of the handle.
         """
-        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
         return SaveHandle(begin_save(self._core, state, path, overwrite=overwrite, then=then))
 
@@ -166,10 +166,10 @@ class Engine(Gauges):
         types: Collection[type] = (),
     ) -> T:
         """Load a state; see `ckptio.Engine.load`."""
-        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        load = flows.load_flow(self._core, path, asked, then)
+        load = load_flow(self._core, path, asked, then)
         state: T = drive_blocking(self._core, load, f"load {path!s}").state
         return state
 
@@ -186,10 +186,10 @@ class Engine(Gauges):
         types: Collection[type] = (),
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
-        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
-        load = flows.load_flow(self._core, path, asked, then)
+        load = load_flow(self._core, path, asked, then)
         return drive_blocking(self._core, load, f"load {path!s}")
 
     def load_slice(

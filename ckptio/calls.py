@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -50,7 +50,7 @@ def save(
     A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
     ranks, this blocks until all of them have called it, and raises what `Engine` raises.
     """
-    from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
+    from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
     core = EngineCore(config, observer, ranks)
     core.start()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.moments import CheckpointInfo
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike

@@ -35,7 +35,7 @@ from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
 from ckptio.engine import group
 from ckptio.errors import EngineClosedError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
-from ckptio.runtime import flows
+from ckptio.runtime import loading
 from ckptio.testing import EventLog
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
@@ -656,7 +656,7 @@ def test_a_newest_step_that_is_removed_when_it_is_read(
             shutil.rmtree(tmp_path / step_name(2))
         return await fetch(*args)
 
-    monkeypatch.setattr(flows, "fetch_manifest", remove)
+    monkeypatch.setattr(loading, "fetch_manifest", remove)
     with sync.Checkpointer(tmp_path) as checkpointer:
         if newest is None:
             with pytest.raises(CheckpointNotFoundError, match="no committed step"):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.plan.schedule import SaveEvery
     from ckptio.ranks.discover import RanksLike
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.running import Running
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ckptio.moments import SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.drive import Flow
-    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.loading import LoadResult
     from ckptio.runtime.running import Running
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.root_interface import Root
@@ -250,7 +250,7 @@ class CheckpointerCore:
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool
     ) -> SaveMoments:
         """Start saving a step."""
-        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
         engine = self.engine
         try:
@@ -374,12 +374,12 @@ class CheckpointerCore:
 
     def _load_one(self, step: int, steps: list[int], asked: Asked) -> Flow[LoadResult]:
         """Load a step. It is of `steps`, if those are known."""
-        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         try:
             with self.upkeep.held(step, is_load=True), advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                load = functools.partial(flows.load_flow, self.engine, self.path(step), asked, then)
+                load = functools.partial(load_flow, self.engine, self.path(step), asked, then)
                 try:
                     result = yield from load()
                 except (CheckpointNotFoundError, CheckpointChangedError):

@@ -138,7 +138,8 @@ class EngineCore:
 
     def _start(self) -> None:
         if "torch" in sys.modules:  # here, where no interrupt leaves the lock of imports locked
-            import_module("ckptio.runtime.flows")
+            import_module("ckptio.runtime.saving")
+            import_module("ckptio.runtime.loading")
         self._portal_block = start_blocking_portal(backend="asyncio")
         never_end_in_child(self, self._portal_block)
         try:

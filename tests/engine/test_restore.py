@@ -19,7 +19,7 @@ from ckptio.engine.regions import Need, want_region
 from ckptio.errors import MismatchError, TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import Box
-from ckptio.runtime import flows
+from ckptio.runtime import loading
 from ckptio.shards import PerRank
 from ckptio.state.select import make_predicate
 from tests.rig import SMALL
@@ -531,7 +531,7 @@ def test_what_is_made_on_another_makers_device_is_left_to_torch(
         raise AssertionError("enough")
 
     monkeypatch.setattr(restore, "allocate", lambda *_, **__: torch.empty(3, device="meta"))
-    monkeypatch.setattr(flows, "TargetState", look)
+    monkeypatch.setattr(loading, "TargetState", look)
     with pytest.raises(AssertionError, match="enough"):
         sync.load(tmp_path / "c")
     assert [each.span for each in found] == [None]

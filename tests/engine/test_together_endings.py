@@ -23,7 +23,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from ckptio.format.manifest import decode_manifest
-from ckptio.runtime import flows, streams
+from ckptio.runtime import saving, streams
 from ckptio.testing import MemoryStorage, run_virtual
 from ckptio.testing.memory import MemoryAttempt
 from tests.job_rig import Job, job
@@ -863,7 +863,7 @@ def test_a_device_that_fails_at_the_call_fails_the_save_on_all(
                 await engine.save(own_state(rank), "memory")
 
             with monkeypatch.context() as patch:
-                patch.setattr(flows, "caller_streams", failing_streams)
+                patch.setattr(saving, "caller_streams", failing_streams)
                 results = await ranks.each(save)
             assert isinstance(results[failing], RuntimeError)
             error = results[1 - failing]

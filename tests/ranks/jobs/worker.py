@@ -148,7 +148,8 @@ def main() -> None:
         for me in current:
             me.audit(name, arguments)
 
-    importlib.import_module("ckptio.runtime.flows")
+    importlib.import_module("ckptio.runtime.saving")
+    importlib.import_module("ckptio.runtime.loading")
     sys.addaudithook(audit)
     tell({"ready": True})
     with control.makefile("rb") as lines:
