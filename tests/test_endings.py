@@ -112,7 +112,7 @@ with ckptio.sync.Engine(observer=hold) as engine:
 """
 ASIDE_IN_PARENT = """
 import os, signal, sys, threading
-from ckptio.runtime.running import run_aside
+from ckptio.runtime.aside import run_aside
 go_on = threading.Event()
 run_aside(go_on.wait, "aside")
 pid = os.fork()
@@ -125,17 +125,17 @@ assert status == 0, status
 """
 ASIDE_INTERRUPTED = """
 import contextlib, signal
-from ckptio.runtime import running
+from ckptio.runtime import aside
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-running.start_new_thread = lambda *_: signal.raise_signal(signal.SIGINT)
+aside.start_new_thread = lambda *_: signal.raise_signal(signal.SIGINT)
 with contextlib.suppress(KeyboardInterrupt):
-    running.run_aside(lambda: None, "aside")
+    aside.run_aside(lambda: None, "aside")
 signal.alarm(20)
 """
 ASIDE_IN_CHILD = """
 import multiprocessing, os, sys, threading
 from multiprocessing.util import Finalize
-from ckptio.runtime.running import run_aside
+from ckptio.runtime.aside import run_aside
 def work():
     go_on = threading.Event()
     def end():

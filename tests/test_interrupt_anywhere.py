@@ -29,8 +29,8 @@ from ckptio.adapters.dcp.calls import wait_for
 from ckptio.checkpointer.losses import Losses
 from ckptio.errors import CheckpointNotFoundError, EngineClosedError, StorageError
 from ckptio.moments import SaveMoments
+from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.guard import Guard
-from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
 
 if TYPE_CHECKING:
@@ -521,7 +521,7 @@ def test_a_guard_lets_one_thread_in() -> None:
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:
     """Another one than the main, also where an interrupt comes to Python's own threading."""
     ran: list[threading.Thread] = []
-    point, where = 1, ("/ckptio/runtime/running.py", "/threading.py")
+    point, where = 1, ("/ckptio/runtime/aside.py", "/threading.py")
 
     def run() -> None:
         run_uninterrupted(lambda: ran.append(threading.current_thread()), "test", lambda: None)

@@ -14,9 +14,9 @@ from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
 from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
+from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import is_breaking_off
-from ckptio.runtime.running import run_uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -22,19 +22,12 @@ from anyio.from_thread import start_blocking_portal
 from ckptio._aio import outlive
 from ckptio.errors import EngineClosedError
 from ckptio.events import notify
+from ckptio.runtime.aside import at_exit, never_end_in_child, run_uninterrupted
 from ckptio.runtime.engine_options import config_of, require_observer, require_ranks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import leave_behind, not_open, unsettled
 from ckptio.runtime.make_context import make_context, meet_ranks
-from ckptio.runtime.running import (
-    LoopThread,
-    Running,
-    at_exit,
-    cannot_leave,
-    never_end_in_child,
-    run_uninterrupted,
-    why_no_loop,
-)
+from ckptio.runtime.running import LoopThread, Running, cannot_leave, why_no_loop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -15,7 +15,7 @@ from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
 from ckptio.moments import CheckpointInfo, Moment
-from ckptio.runtime.running import run_uninterrupted
+from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.save_copy import begin_copy
 
 if TYPE_CHECKING:

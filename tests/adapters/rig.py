@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptio import events
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, KiB
-from ckptio.runtime import running
+from ckptio.runtime import aside
 from tests.conftest import let_end
 from tests.foreign.rig import NO_DIST
 from tests.rig import config_with
@@ -61,7 +61,7 @@ def _without_groups() -> Iterator[None]:
 def end_garbage() -> None:
     """Collect writers that nobody has, and wait until what they left is removed, on a thread."""
     gc.collect()
-    running._end_aside()
+    aside._end_aside()
     let_end({thread for thread in threading.enumerate() if thread.name == "ckptio-dcp"})
 
 

@@ -16,7 +16,8 @@ from ckptio._aio import run_into
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.events import notify
-from ckptio.runtime.running import Running, run_uninterrupted
+from ckptio.runtime.aside import run_uninterrupted
+from ckptio.runtime.running import Running
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, resolve_storage
 from ckptio.storage.stores import Stores

@@ -37,7 +37,7 @@ from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.moments import SaveMoments
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks
-from ckptio.runtime.running import run_aside
+from ckptio.runtime.aside import run_aside
 from ckptio.runtime.solo import solo_engine
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import SourceState
