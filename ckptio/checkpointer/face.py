@@ -1,4 +1,7 @@
-"""`Checkpointer`: a run's steps side by side, for async code."""
+"""`Checkpointer`: a run's steps side by side, for async code.
+
+What it does is in `core`, which `blocking` has for classic loops: here are names and documentation.
+"""
 
 from __future__ import annotations
 

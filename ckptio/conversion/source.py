@@ -1,4 +1,9 @@
-"""A checkpoint that is read tensor by tensor, or by parts of tensors, in bounded memory."""
+"""A checkpoint that is read tensor by tensor, or by parts of tensors, in bounded memory.
+
+A conversion and a comparison are of checkpoints that may be larger than memory: `leaves` names
+what is there, `parts_of` cuts what is large, `read` brings so much at a time. What is read is
+verified as in a load. Values that are no tensors are in the manifest, and built at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What the coroutines of an engine share, as one value with a clear owner."""
+"""What the coroutines of an engine share, as one value with a clear owner.
+
+Threads, pool, cache, ranks and limits are made on the engine's loop by `runtime.make_context`,
+handed to every coroutine as an argument, and ended by the engine; none of it is global, so that
+two engines of a process have two of each. `Recent` keeps what earlier saves have found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What would make a target and a checkpoint agree, where their names or types tell."""
+"""What would make a target and a checkpoint agree, where their names or types tell.
+
+`hint_for` tries the few mistakes that nearly everybody makes, each with the words that undo it: a
+level too many, another key, a wrapper's prefix, dots in a key, numbers for names, another element
+type. It goes by names and types alone, and gives one hint about names, the first that fits, since
+two would contradict each other. Nothing is loaded by a hint: the caller changes the call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""From tensors, and blocks of them, to the byte ranges of files that bring them."""
+"""From tensors, and blocks of them, to the byte ranges of files that bring them.
+
+A tensor lies in chunks, each a rectangle of it that some rank wrote; a destination wants another
+rectangle. What both have in common is ranges of a file, each in one piece in the destination too.
+Of the chunks of a thousand ranks, nearly all have nothing of it, and are passed over cheaply.
+"""
 
 from __future__ import annotations
 

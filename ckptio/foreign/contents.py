@@ -1,4 +1,8 @@
-"""What `.metadata` of torch.distributed.checkpoint says, checked."""
+"""What `.metadata` of torch.distributed.checkpoint says, checked.
+
+It is a pickle, read by `pickles` into records: nothing that it names is imported or made. What
+is in it is checked before it is used, so that a broken or crafted one is a `FormatError`.
+"""
 
 from __future__ import annotations
 

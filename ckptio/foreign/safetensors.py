@@ -1,4 +1,10 @@
-"""safetensors files, and the folders that Hugging Face's libraries make of them."""
+"""safetensors files, and the folders that Hugging Face's libraries make of them.
+
+Headers alone become a manifest, so that such files load through the same plan, lanes and targets
+as checkpoints of ours. Extents are checked against the files; the format has no checksums, so data
+is not verified. An index is checked against the files: a tensor that is not where it says, or that
+is in two files where it says nothing, is an error and not a guess.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`Member`: the end of a group of any rank but 0, with one connection, to rank 0."""
+"""`Member`: the end of a group of any rank but 0, with one connection, to rank 0.
+
+It says what this rank has to say, hears what was decided, and beats so that silence means that
+it is gone. Where the connection ends, or rank 0 is silent for too long, all its sessions end with
+`PeerLostError`: nothing here waits for ever, and nothing is decided here.
+"""
 
 from __future__ import annotations
 

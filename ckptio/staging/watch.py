@@ -1,4 +1,11 @@
-"""Whether a state that is being saved was changed, or moved, before it was copied."""
+"""Whether a state that is being saved was changed, or moved, before it was copied.
+
+A trainer that goes on too early would save a state that never was, half of one step and half of
+the next. That is found, not prevented: by autograd's counts of writes, by addresses, and by a few
+bytes of what nobody counts, looked at before and after. To copy under a lock, or to hash all of
+it twice, would cost more than the save. A change that is found fails the save; bytes that nobody
+counts and that are not among those looked at may be missed.
+"""
 
 from __future__ import annotations
 

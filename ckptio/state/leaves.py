@@ -1,4 +1,9 @@
-"""Which tensors, arrays and scalars can be stored, and as what."""
+"""Which tensors, arrays and scalars can be stored, and as what.
+
+What this lets through comes back bit for bit, with its type; everything else is refused by its
+name, with the way out, before anything is written. Pickle as the last resort was rejected: what
+it writes only the same code reads, and whoever reads it runs what it says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Read and walk the tree of a manifest, without torch."""
+"""Read and walk the tree of a manifest, without torch.
+
+`read_tree` checks every node once, so that nothing behind it needs to doubt containers and
+references; what a scalar means is checked where it is built (`rebuild`, `fills`). The rest walks:
+names and references of tensors, keys, what ranks kept for themselves. Nodes stay the dicts and
+lists that JSON gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Data files in an object store: written in parts, read by ranges."""
+"""Data files in an object store: written in parts, read by ranges.
+
+A file that is closed is there whole, under its name, with the size it should have, or `close` has
+raised; what a failed or cancelled save began is dropped, an upload whose answer was lost
+included. Nobody sees such a file before a manifest names it.
+"""
 
 from __future__ import annotations
 

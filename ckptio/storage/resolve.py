@@ -1,4 +1,8 @@
-"""From what the user calls a checkpoint to the storage that holds it."""
+"""From what the user calls a checkpoint to the storage that holds it.
+
+A path, a path-like object, or a URL that fsspec knows. What is none of them, or nearly one (a
+slash too few, no colon), is refused in words; whether anything is there is for the storage to find.
+"""
 
 from __future__ import annotations
 
