@@ -99,7 +99,7 @@ class SecondTier:
         root, storage, name = self.keeper.root, self.context.resolver.own_storage, step_name(0)
         here, there = storage(first.join(name)), storage(root.join(name), is_second=True)
         await there.locate()
-        if here.identity == there.identity:
+        if await here.identify() == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
 
     @property
@@ -190,7 +190,7 @@ class SecondTier:
         storage, copies = self.context.resolver.storage, self.context.copies
         listed = {*await first.listed(), *await self.keeper.listed()}
         names = [step_name(step) for step in listed if step > above]
-        places = {storage(first.root.join(name)).identity for name in names}
+        places = {await storage(first.root.join(name)).identify() for name in names}
         return lambda: copies.parted(places)
 
     async def steps(self, first: Sequence[int]) -> list[int]:

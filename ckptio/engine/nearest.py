@@ -90,7 +90,7 @@ async def _find_nearest(first: Storage, second: Storage, context: EngineContext)
             by another name.
     """
     answers = await second.locate()
-    if second.identity == first.identity:
+    if second.identity == await first.identify():
         raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     here, wrong = await _look_at(first, context)
     if here is None or isinstance(wrong, CheckpointNotFoundError):

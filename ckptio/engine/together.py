@@ -259,6 +259,7 @@ class _JointSave:
                 return None
             manifest = await run_blocking(self._context.executor, decode_manifest, data)
             if manifest.save_id == self._job.save_id:
+                await self._job.storage.locate(gives_up=False)
                 self._context.cache.forget(self._job.storage)
                 return SaveReceipt(
                     nbytes=manifest.nbytes,

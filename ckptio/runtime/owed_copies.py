@@ -104,6 +104,7 @@ async def _finish(path: str, context: EngineContext) -> str | None:
     except CheckpointError as error:
         _tell(context, path, error)
         raise
+    await storage.locate(gives_up=False)
     name = storage.identity, save_id
     if not save_id or name in copies.under_way:
         return None

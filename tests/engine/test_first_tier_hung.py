@@ -101,6 +101,37 @@ def test_so_they_do_where_it_is_loaded_from(tmp_path: Path, mount: Mount) -> Non
         assert_same(hung.result(), state)
 
 
+def test_nor_do_others_wait_where_a_second_tier_may_be_read(tmp_path: Path, mount: Mount) -> None:
+    """Whether that is the first one, by a link, is asked on no loop."""
+    near, far, copy = tmp_path / "near", tmp_path / "far", tmp_path / "copy"
+    sync.save(random_state(SIZES), far, then=copy, config=SMALL)
+    with sync.Engine(SMALL) as engine, ThreadPoolExecutor(1) as pool:
+        with mount.hanging():
+            hung = pool.submit(engine.load, far, then=copy)
+            mount.wait_until_hung(str(far))
+            engine.save(filled_state(SIZES, 1), near)
+        assert_same(hung.result(), random_state(SIZES))
+
+
+def test_a_run_with_a_second_tier_begins_on_no_loop_that_hangs(
+    tmp_path: Path, mount: Mount
+) -> None:
+    """Whether its root is that of the other tier is asked on a thread, too."""
+    root, far = tmp_path / "far", tmp_path / "copies"
+
+    def run() -> None:
+        with sync.Checkpointer(root, then=far, config=SMALL) as checkpointer:
+            for step in (1, 2):
+                checkpointer.start_save(random_state(SIZES), step).durable.wait()
+            assert checkpointer.discard_after(1) == (2,)
+
+    with ThreadPoolExecutor(1) as pool:
+        with mount.hanging():
+            hung = pool.submit(run)
+            mount.wait_until_hung(str(root))
+        hung.result()
+
+
 def test_so_it_does_with_the_steps_of_a_run(tmp_path: Path, mount: Mount) -> None:
     """For as many saves as may be in flight; all of them are steps when the server is back."""
     root, state = tmp_path / "far", random_state(SIZES)

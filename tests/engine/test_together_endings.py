@@ -26,6 +26,7 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.runtime import saving, streams
 from ckptio.testing import MemoryStorage, run_virtual
 from ckptio.testing.memory import MemoryAttempt
+from tests.engine.test_turns import LocatedStorage
 from tests.job_rig import Job, job
 from tests.rig import (
     SAVE_IDS,
@@ -538,8 +539,8 @@ class _SlowSayer(MemoryAttempt):
             task.uncancel()
 
 
-class SealsOnce(MemoryStorage):
-    """Cannot make names durable after a commit, unless told that it can."""
+class SealsOnce(LocatedStorage):
+    """Cannot make names durable after a commit, unless told that it can; found when asked."""
 
     num_seals = 0
     fails = True

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.config import KiB
-from ckptio.errors import SaveAbortedError
-from ckptio.testing import MemoryStorage, run_virtual
+from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.testing import MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import job
 from tests.rig import assert_same, filled_state, inline_engine
 
@@ -137,5 +137,26 @@ def test_where_a_place_is_is_found_out_before_that_is_needed() -> None:
                     await engine.save(filled_state(SIZES, 0), "memory", overwrite=True)
                 else:
                     assert_same(await engine.load("memory"), filled_state(SIZES, 0))
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("call", ["load", "finish_copies"])
+def test_so_it_is_where_there_is_a_second_tier(call: str) -> None:
+    """Which may be the first, by another name; and may be owed a copy."""
+
+    async def scenario() -> None:
+        near, far = LocatedStorage("near/a"), MemoryStorage("far/a")
+        far.fault = fail_kind("begin")
+        async with inline_engine({"near/a": near, "far/a": far}) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(filled_state(SIZES, 1), "near/a", then="far/a").durable
+        far.fault = None
+        storages = {"near/a": near.another_name("near/a"), "far/a": far}
+        async with inline_engine(storages) as engine:
+            if call == "load":
+                assert_same(await engine.load("near/a", then="far/a"), filled_state(SIZES, 1))
+            else:
+                assert await engine.finish_copies("near") == ("far/a",)
 
     run_virtual(scenario(), seed=0)
