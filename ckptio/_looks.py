@@ -75,7 +75,9 @@ class _Look:
 _begun: set[_Look] = set()
 
 
-async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, place: str) -> T:
+async def run_or_give_up(
+    function: Callable[[], T], wait_s: float | None, name: str, place: str
+) -> T:
     """Run `function` on a thread of its own, which is given up if it takes too long.
 
     While one hangs that was given up, no other of its name begins at the same place, nor in the
@@ -84,7 +86,8 @@ async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, pl
 
     Args:
         function: What to call.
-        wait_s: How long it may take, in seconds, from when it begins.
+        wait_s: How long it may take, in seconds, from when it begins; `None` for as long as it
+            takes: then it is left to itself only where whoever waits is cancelled.
         name: Of the thread.
         place: The path of what is looked at.
 
@@ -128,7 +131,7 @@ def _ahead(look: _Look) -> list[_Look]:
     return [other for other in others if not other.is_given_up]
 
 
-async def _ends_one(futures: Sequence[asyncio.Future[T]], wait_s: float) -> bool:
+async def _ends_one(futures: Sequence[asyncio.Future[T]], wait_s: float | None) -> bool:
     """Wait until one of some has ended, and say whether it has in time. They go on, if not."""
     try:
         first = asyncio.FIRST_COMPLETED

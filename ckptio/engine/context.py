@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckptio.engine.decide import JobRecord
     from ckptio.engine.links import Linker
     from ckptio.engine.together import Agreement
+    from ckptio.engine.turns import Turn
     from ckptio.events import Event, Observer
     from ckptio.format.manifest import Manifest
     from ckptio.plan.save import SavePlan
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
-    from ckptio.storage.interface import Storage
 
 _log = logging.getLogger("ckptio")
 
@@ -140,7 +140,7 @@ class EngineContext:
     notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
     has_begun: bool = False
-    turns: Line[Storage] = field(default_factory=Line)
+    turns: Line[Turn] = field(default_factory=Line)
 
     def __post_init__(self) -> None:
         """Make what is empty at first, and the limits."""

@@ -29,6 +29,11 @@ class Made(Generic[T]):
         """Whether it is made."""
         return bool(self._things)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is made, or will not be."""
+        return self._is_over.is_set()
+
     async def make(self, making: Awaitable[T]) -> None:
         """Make it; once, in a task of its own."""
         try:

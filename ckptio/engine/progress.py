@@ -51,12 +51,16 @@ class SaveProgress:
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
     attempt: Made[Attempt] = field(default_factory=Made)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _is_told: bool = False
     _patience: asyncio.TimerHandle | None = None
 
     async def begin(self, begin: Callable[[], Awaitable[Attempt]]) -> None:
         """Begin the attempt, beside the copies."""
-        await self.attempt.make(begin())
+        try:
+            await self.attempt.make(begin())
+        finally:
+            self._changed.set()
         self.context.has_begun = True
         if self.to_stage == 0 and not self._is_told:
             self._tell_staged()
@@ -121,18 +125,21 @@ class SaveProgress:
     async def lease_turn(self, number: int) -> None:
         """Wait until a segment may get a slab.
 
-        Where not all that are left get one, the last slab is for others until the attempt has
-        begun: nobody knows how long that takes, and this save is not copied before that anyway.
+        While not all that are left get one, the last slab is for others until the attempt has
+        begun: nobody knows how long that takes.
 
         Raises:
             SaveAbortedError: As `Made.get`.
         """
         await self.leases[number].wait()
-        pool = self.context.pool.statistics()
-        num_free = (pool.budget_nbytes - pool.leased_nbytes) // self.context.pool.slab_nbytes
-        num_wanted = len(self.leases) - 1 - number
-        if num_free - pool.num_waiting < min(2, num_wanted):
-            await self.attempt.get()
+        pool, num_wanted = self.context.pool, len(self.leases) - 1 - number
+        with pool.freed.having(self._changed.set):
+            while pool.num_free() < min(2, num_wanted):
+                if self.attempt.is_over:
+                    await self.attempt.get()
+                    break
+                self._changed.clear()
+                await self._changed.wait()
 
     async def turn(self, number: int) -> None:
         """Wait until all segments before one are written, if that is how it is done."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._aio import wait
+from ckptio.errors import CommitConflictError
 from ckptio.events import SaveQueued
 from ckptio.storage.file_names import STAY_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
@@ -42,6 +44,58 @@ class Line(Generic[T]):
             end.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A save under way, as others see it that may go to the same place.
+
+    Attributes:
+        storage: Where to.
+        is_committed: Reached when it has ended: whether it was committed.
+        identity: That of its storage; empty until it has got ready to commit.
+        passed_by: Later saves that have gone to their commits before that. No more come then.
+    """
+
+    storage: Storage
+    is_committed: asyncio.Future[bool]
+    identity: str = ""
+    passed_by: list[Turn] = field(default_factory=list)
+
+    async def come(
+        self, before: Sequence[tuple[asyncio.Future[None], Turn]], attempt: Attempt
+    ) -> None:
+        """Wait until earlier saves to the same place have ended.
+
+        Args:
+            before: Earlier saves to any place.
+            attempt: What this one has written; it is alive meanwhile.
+
+        Raises:
+            CommitConflictError: A later one has passed this one, and was committed.
+        """
+        await self.storage.locate(gives_up=False)
+        self.identity = self.storage.identity
+        for later in self.passed_by:
+            if later.identity == self.identity:
+                await _outlast(later.is_committed, attempt)
+                if later.is_committed.result():
+                    raise CommitConflictError(self.storage.path)
+        for end, other in before:
+            if not end.done() and await self._is_beside(other):
+                await _outlast(end, attempt)
+        # those that have answered since go before this one: they do not know of it
+        while ahead := [e for e, o in before if not e.done() and o.identity == self.identity]:
+            await _outlast(ahead[0], attempt)
+        for end, other in before:
+            if not end.done() and not other.identity:
+                other.passed_by.append(self)
+
+    async def _is_beside(self, other: Turn) -> bool:
+        """Whether another save is to the same place; no where that does not answer."""
+        if other.storage.path == self.storage.path:
+            return True
+        return (other.identity or await other.storage.find()) == self.identity
+
+
 @contextlib.contextmanager
 def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     """Let saves to one place commit in the order in which they were asked for.
@@ -50,29 +104,30 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     before its commit: the newest state is what stays. Gives what waits for the turn.
 
     Which of the others go to the same place by another name is asked then, too: a mount whose
-    server is gone does not answer, and copies are not to wait for it.
+    server is gone does not answer, and copies are not to wait for it. Whoever gets no answer passes
+    the earlier save, and that one is not committed if it turns out to be of the same place.
     """
-    storage = job.storage
-    with context.turns.enter(storage) as before:
+    own = Turn(job.storage, asyncio.get_running_loop().create_future())
+    with context.turns.enter(own) as before:
 
         async def my_turn(attempt: Attempt) -> None:
-            await storage.locate(gives_up=False)
-            for end, other in before:
-                if not end.done() and await _is_same(storage, other):
-                    while not end.done():
-                        await wait((end,), timeout_s=STAY_S)
-                        await attempt.stay()
+            await own.come(before, attempt)
             if job.permit is not None:
                 await job.permit()
 
-        yield my_turn
+        try:
+            yield my_turn
+        except BaseException:
+            own.is_committed.set_result(False)
+            raise
+        own.is_committed.set_result(True)
 
 
-async def _is_same(storage: Storage, other: Storage) -> bool:
-    """Whether another storage is of the same place as one that was located."""
-    if other.path != storage.path:
-        return await other.find() == storage.identity
-    return True
+async def _outlast(end: asyncio.Future[Any], attempt: Attempt) -> None:
+    """Wait for the end of another save; this one is alive meanwhile."""
+    while not end.done():
+        await wait((end,), timeout_s=STAY_S)
+        await attempt.stay()
 
 
 @contextlib.asynccontextmanager

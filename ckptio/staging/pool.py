@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import StagingError, StateError
+from ckptio.staging.watchers import Watchers
 from ckptio.storage.linux import address_in
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class SlabPool:
         self._num_leases = 0
         self._num_allocations = 0
         self._waiters: deque[asyncio.Future[Slab]] = deque()
-        self._on_crowded: set[Callable[[], object]] = set()
+        self._crowded = Watchers()
+        self.freed = Watchers()  # called when a slab comes back that nobody waits for
 
     @asynccontextmanager
     async def lease(self, *, for_device: bool = False) -> AsyncIterator[Slab]:
@@ -226,13 +228,10 @@ class SlabPool:
     @contextlib.contextmanager
     def watched(self, on_crowded: Callable[[], object]) -> Iterator[None]:
         """Call `on_crowded` whenever somebody begins to wait for a slab, and now if so."""
-        self._on_crowded.add(on_crowded)
-        try:
+        with self._crowded.having(on_crowded):
             if self._waiters:
                 on_crowded()
             yield
-        finally:
-            self._on_crowded.discard(on_crowded)
 
     def use_pinning(self, pinning: SupportsPinning) -> None:
         """Pin slabs from now on, each before it is lent for a device. The first one counts.
@@ -241,6 +240,10 @@ class SlabPool:
         """
         if self._pinning is None:
             self._pinning = pinning
+
+    def num_free(self) -> int:
+        """Say how many slabs are left for whoever comes now."""
+        return self._max_slabs - self._num_leased - len(self._waiters)
 
     def statistics(self) -> PoolStatistics:
         """Say what the pool has and has done."""
@@ -297,8 +300,7 @@ class SlabPool:
                         raise
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        for on_crowded in tuple(self._on_crowded):
-            on_crowded()
+        self._crowded.call()
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -322,6 +324,7 @@ class SlabPool:
                 waiter.set_result(self._lend(slab))
                 return
         self._free.append(slab)
+        self.freed.call()
 
     def _replace(self, slab: Slab) -> None:
         """Count a slab out that is lost, and let whoever waits for one have a new one."""

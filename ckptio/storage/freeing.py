@@ -88,8 +88,11 @@ class Freeing:
         Raises:
             OSError: As `PosixFiles.unlink`.
         """
+        if not self._holds:  # and so this waits for nothing that is just being freed
+            self._files.unlink(path)
+            return
         with self._lock:  # whoever finds no room frees what is held, and has no name by then
-            if self._holds and len(_held) < _MAX_HELD:
+            if len(_held) < _MAX_HELD:
                 self._hold(path)
             self._files.unlink(path)
 

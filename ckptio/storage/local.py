@@ -89,8 +89,14 @@ class LocalStorage:
         return self._located or os.path.realpath(self._path)
 
     async def identify(self) -> str:
-        """Follow links on a thread; see `interface.Storage`."""
-        return self._located or await run_blocking(self._executor, os.path.realpath, self._path)
+        """Follow links on a thread of its own: those of the engine are for what answers."""
+        if self._located:
+            return self._located
+        follow = functools.partial(os.path.realpath, self._path)
+        try:
+            return await run_or_give_up(follow, None, "ckptio-locate", self._path)
+        except TimeoutError:  # no thread begins
+            return await run_blocking(self._executor, follow)
 
     async def find(self) -> str | None:
         """Follow links on a thread that is given up if need be; see `interface.Storage`."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio import KeepLast, sync
+from ckptio import Engine, KeepLast, sync
 from ckptio.engine import progress
 from ckptio.errors import CheckpointChangedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveQueued
+from ckptio.runtime.make_context import _NUM_ODD_JOBS
 from ckptio.storage import local
 from tests.mounts import Mount
 from tests.rig import SMALL, assert_same, config_with, filled_state, random_state
@@ -130,6 +132,35 @@ def test_a_run_with_a_second_tier_begins_on_no_loop_that_hangs(
             hung = pool.submit(run)
             mount.wait_until_hung(str(root))
         hung.result()
+
+
+def test_however_many_loads_wait_for_it_nothing_else_does(tmp_path: Path, mount: Mount) -> None:
+    """They are more than the engine has threads for what is not known to hang."""
+    near, far, state = tmp_path / "near", tmp_path / "far", random_state(SIZES)
+    sync.save(state, far, config=SMALL)
+    with sync.Engine(SMALL) as engine, ThreadPoolExecutor(8) as pool:
+        with mount.hanging():
+            hung = [pool.submit(engine.load, far) for _ in range(8)]
+            while len(mount.waited) < _NUM_ODD_JOBS:
+                mount.wait_until_hung(str(far))
+            engine.save(filled_state(SIZES, 1), near)
+            assert_same(engine.load(near), filled_state(SIZES, 1))
+        for load in hung:
+            assert_same(load.result(), state)
+
+
+async def test_a_load_that_is_cancelled_waits_for_it_no_more(tmp_path: Path, mount: Mount) -> None:
+    """Nothing was begun there that would have to be ended."""
+    far = tmp_path / "far"
+    async with Engine(SMALL) as engine:
+        await engine.save(random_state(SIZES), far)
+        with mount.hanging():
+            load = asyncio.create_task(engine.load(far))
+            await asyncio.to_thread(mount.wait_until_hung, str(far))
+            load.cancel()
+            async with asyncio.timeout(30):
+                with pytest.raises(asyncio.CancelledError):
+                    await load
 
 
 def test_so_it_does_with_the_steps_of_a_run(tmp_path: Path, mount: Mount) -> None:

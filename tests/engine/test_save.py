@@ -247,6 +247,27 @@ def test_others_go_on_while_a_place_does_not_answer(num_slabs: int) -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("num_busy", [1, 2, 3, 4])
+def test_copies_go_on_when_others_give_slabs_back(num_busy: int) -> None:
+    """A state that has room by then is copied, though its place does not answer yet."""
+    nbytes = SMALL.slab_nbytes
+
+    async def scenario() -> None:
+        storages = {name: SlowStorage(name) for name in ("slow", "slower")}
+        storages["slower"].begin_s = 3 * SlowStorage.begin_s
+        config, loop = config_with(pool_nbytes=4 * nbytes), asyncio.get_running_loop()
+        async with inline_engine(storages, config) as engine:
+            busy = engine.save(random_state([(num_busy - 1) * nbytes + 1]), "slow")
+            await asyncio.sleep(1)
+            handle = engine.save(random_state([3 * nbytes]), "slower")
+            await busy
+            await handle.staged
+            assert loop.time() < SlowStorage.begin_s + 1
+            await handle
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_told_of_a_save_that_has_ended(

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.config import KiB
-from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.errors import CommitConflictError, SaveAbortedError, StorageError
+from ckptio.handle import SaveHandle
+from ckptio.runtime.saving import begin_save
 from ckptio.testing import MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import job
-from tests.rig import assert_same, filled_state, inline_engine
+from tests.rig import assert_same, config_with, filled_state, inline_engine
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ckptio import Engine
     from ckptio.testing.memory import MemoryAttempt
 
@@ -34,6 +38,15 @@ class LostStorage(SlowStorage):
     async def find(self) -> str | None:  # type: ignore[override]
         await asyncio.sleep(5)
         return None
+
+
+class LostForNow(LostStorage):
+    """Says where it is to whoever waits for that."""
+
+    def another_name(self, path: str) -> MemoryStorage:
+        twin = MemoryStorage(path, identity=self._identity)
+        twin._place = self._place
+        return twin
 
 
 class LocatedStorage(MemoryStorage):
@@ -108,6 +121,66 @@ def test_a_save_to_another_place_is_not_waited_for() -> None:
                 assert wait_s <= loop.time() - called_s < wait_s + 1
                 assert not older.committed.done()
                 await older
+
+    run_virtual(scenario(), seed=0)
+
+
+def save_slowly(engine: Engine, state: dict[str, Tensor], path: str, wait_s: float) -> SaveHandle:
+    """Save over what is there; from when it may, it takes a while until it is committed."""
+
+    async def permit() -> None:
+        await asyncio.sleep(wait_s)
+
+    moments = begin_save(engine._core, state, path, overwrite=True, then=None, permit=permit)
+    return SaveHandle(moments)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("commit_s", [0.0, 60.0])
+def test_one_that_was_passed_is_not_committed_over_what_passed_it(
+    commit_s: float, *, fails: bool
+) -> None:
+    """Its place was given up, and turns out to be the same; also while the newer one commits."""
+
+    async def scenario() -> None:
+        one = LostForNow("one")
+        two = one.another_name("two")
+        if fails:
+            two.fault = fail_kind("commit")
+
+        async with inline_engine({"one": one, "two": two}) as engine:
+            older = engine.save(filled_state(SIZES, 1), "one", overwrite=True)
+            newer = save_slowly(engine, filled_state(SIZES, 2), "two", commit_s)
+            if fails:
+                with pytest.raises(StorageError):
+                    await newer
+                await older
+            else:
+                await newer
+                with pytest.raises(CommitConflictError):
+                    await older
+            assert_same(await engine.load("one"), filled_state(SIZES, 1 if fails else 2))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_one_that_answers_while_others_are_waited_for_goes_before_the_newest() -> None:
+    """It was given up once, and is about to commit by the time that the others have ended."""
+
+    async def scenario() -> None:
+        one, twin = LostForNow("one"), SlowStorage("two")
+        twin._place, twin._identity = one._place, one._identity
+        storages = {"one": one, "two": twin, "three": one.another_name("two")}
+        async with inline_engine(storages, config_with(max_saves=3)) as engine:
+            states = [filled_state(SIZES, value) for value in range(3)]
+            older = save_slowly(engine, states[0], "one", 60.0)
+            aborted = engine.save(states[1], "two", overwrite=True)
+            newest = engine.save(states[2], "three", overwrite=True)
+            await asyncio.sleep(90)
+            aborted.abort()
+            await newest
+            assert older.committed.done()
+            assert_same(await engine.load("one"), states[2])
 
     run_virtual(scenario(), seed=0)
 

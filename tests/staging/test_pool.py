@@ -552,7 +552,7 @@ def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
         assert [*ends[1:]] == ["held", "got one"]
         assert pool.statistics().taken_nbytes == PAGE
         assert pool.statistics().leased_nbytes == 0
-        assert not pool._on_crowded
+        assert not pool._crowded._functions
         pool.close()
 
     run_virtual(scenario(), seed=0)

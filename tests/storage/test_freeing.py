@@ -195,6 +195,33 @@ def test_who_finds_no_room_waits_for_a_name_that_is_being_taken_away(
     assert files.names.result() == []
 
 
+@pytest.mark.usefixtures("late")
+def test_what_goes_behind_the_block_waits_for_nothing_that_is_being_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that goes on with an earlier one removes files behind what dead saves left."""
+    for number in range(2):
+        (tmp_path / f"data-{number}").write_bytes(bytes(6000))
+    is_closing, closes, close = threading.Event(), threading.Event(), os.close
+
+    def close_slowly(fd: int) -> None:
+        if any(fd == held for held, _ in freeing._held):
+            is_closing.set()
+            closes.wait(60)
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        with Freeing(PosixFiles(), threads) as block:
+            block.unlink(str(tmp_path / "data-0"))
+        assert is_closing.wait(60)
+        try:
+            threads.submit(block.unlink, str(tmp_path / "data-1")).result(10)
+        finally:
+            closes.set()
+    assert names_in(tmp_path) == []
+
+
 class Full(PosixFiles):
     """There is no room until all is free."""
 
