@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptio import CheckpointError, RankError, StorageError
+from ckptio import CheckpointError, PlanError, RankError, StalePlanError, StorageError
+from ckptio.checkpointer.losses import Losses, is_disk_full
+from ckptio.moments import SaveMoments
 from ckptio.storage.files import PosixFiles
 from ckptio.testing import run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
@@ -133,3 +135,56 @@ def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
 
     run_virtual(scenario(), seed=0)
     assert committed_steps(tmp_path) == [1, 3]
+
+
+def failed(error: Exception) -> SaveMoments:
+    """Give a save that failed, and of which nobody knows."""
+    moments = SaveMoments("memory", "0" * 32)
+    moments.fail(error)
+    moments._is_told = True  # the log need not say so
+    return moments
+
+
+def test_whoever_has_seen_a_failure_knows_of_those_before_it() -> None:
+    """What fails behind it begins a new row."""
+    losses = Losses()
+    saves = [(step, failed(StorageError("it is away", path="memory"))) for step in range(1, 7)]
+    saves[2][1].seen()
+    losses.note(saves[:5])
+    losses.check()
+    losses.note(saves)
+    with pytest.raises(StorageError):
+        losses.check()
+
+
+def test_a_failure_that_was_seen_late_does_not_count() -> None:
+    """Somebody has waited for it in the end, though another save has begun since."""
+    losses = Losses()
+    saves = [(step, failed(StorageError("it is away", path="memory"))) for step in range(1, 4)]
+    losses.note(saves)
+    saves[0][1].seen()
+    losses.note(saves)
+    losses.check()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_raised"),
+    [(PlanError("two of one name"), True), (StalePlanError("save again"), False)],
+)
+def test_a_state_that_is_refused_is_told_of_at_once(error: Exception, *, is_raised: bool) -> None:
+    """But not of a plan that the next save makes anew."""
+    losses = Losses()
+    losses.note([(1, save := failed(error))])
+    if is_raised:
+        with pytest.raises(PlanError):
+            losses.check()
+    losses.check()
+    assert save.is_settled() is is_raised
+
+
+def test_a_disk_is_full_on_whichever_rank_and_by_whatever_limit() -> None:
+    """A quota is one, and other ranks may have failed of something else."""
+    full, lost = f"StorageError: [Errno {errno.EDQUOT}] cannot write", "PeerLostError: it died"
+    assert is_disk_full(StorageError("cannot write", path="memory", code=errno.EDQUOT))
+    assert is_disk_full(RankError("two failed", causes={0: lost, 1: full}))
+    assert not is_disk_full(RankError("one failed", causes={0: lost}))

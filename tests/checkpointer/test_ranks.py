@@ -133,11 +133,13 @@ def test_a_step_that_takes_longer_than_the_interval_is_saved_once(
                     await ckpt.save(state_of(step), step)
 
     async def scenario() -> None:
+        await asyncio.sleep(100)  # the first one is due a second after the beginning
         async with engines(world_size, seed=seed) as group:
             await on_each(group, lambda _, engine: body(engine))
 
     run_virtual(scenario(), seed=seed)
     steps = committed_steps(tmp_path)
+    assert steps[0] > 3
     assert {25, 26} & set(steps)
     assert len(steps) >= 5
     # of the second from one to the next, 0.3 s are for the state and some are for the save
@@ -172,6 +174,34 @@ def test_a_last_save_that_takes_too_long_is_aborted(
     run_virtual(scenario(), seed=seed)
     assert names_in(tmp_path) == [step_name(1)]
     assert committed_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(SaveAbortedError, r"within 0\.05 s"), (KeyError, "of the loop")]
+)
+def test_a_missed_deadline_is_said_before_other_failures(
+    tmp_path: Path, error: type[Exception], words: str
+) -> None:
+    """But an error that leaves the block is what its caller gets."""
+
+    async def train(engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path, preempt_deadline_s=0.05) as ckpt:
+            await ckpt.save(state_of(1), 1)
+            ckpt.save(state_of(1), 1)  # fails, and nobody waits for it
+            ckpt.preempt("a notice")
+            while not await ckpt.should_save(2):
+                await asyncio.sleep(0.001)
+            ckpt.save(filled_state([SMALL.slab_nbytes] * 100, 1), 2)
+            await asyncio.sleep(10)
+            if error is KeyError:
+                raise KeyError(words)
+
+    async def scenario() -> None:
+        async with engines() as (engine,):
+            with pytest.raises(error, match=words):
+                await train(engine)
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(seed=seeds, at_s=st.floats(0, 0.3))

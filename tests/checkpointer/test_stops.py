@@ -71,6 +71,7 @@ class Trainer:
                 break
         watching.cancel()
         await asyncio.wait((watching,))
+        assert watching.cancelled() or watching.exception() is None
 
 
 async def train(
@@ -125,6 +126,22 @@ def test_all_ranks_save_at_the_same_steps_by_time(
             assert trainers[0].last == trainers[0].saved[-1]
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_the_clock_of_no_other_rank_decides() -> None:
+    """Those that are ahead would have all save more often than was asked for."""
+
+    async def scenario() -> None:
+        async with MemoryRanks(2, deadlines=DEADLINES) as world:
+            trainers = [
+                Trainer(ranks, 0, every_s=rank or None) for rank, ranks in enumerate(world.ranks)
+            ]
+            async with asyncio.TaskGroup() as group:
+                for trainer in trainers:
+                    group.create_task(trainer.train(200), name=f"train {trainer.ranks.rank}")
+            assert [trainer.saved for trainer in trainers] == [[], []]
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(world_size=st.integers(1, 3), every_s=st.sampled_from([0.0, 1e-9, 1e-3]), seed=seeds)
@@ -182,16 +199,56 @@ def test_nobody_waits_for_a_rank_that_leaves_or_dies(
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
+            assert all(task.cancelled() or task.exception() is None for task in watching)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(scenario(), seed=seed)
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_nobody_waits_for_a_rank_that_leaves_as_a_call_comes(rank: int) -> None:
+    """Also where some have heard the call, and it has not."""
+
+    async def scenario(delay_s: float) -> None:
+        async with MemoryRanks(3, deadlines=DEADLINES) as world:
+            trainers = [Trainer(ranks, 0) for ranks in world.ranks]
+            watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
+            await asyncio.sleep(1)
+            trainers[(rank + 1) % 3].stops.call_last("signal")
+            await asyncio.sleep(delay_s)
+            watching[rank].cancel()
+            async with asyncio.timeout(DEADLINES.peer_s):
+                await asyncio.wait(watching)
+                for trainer in trainers:
+                    await trainer.should_save()
+
+    for delay_ms in range(0, 50, 5):
+        run_virtual(scenario(delay_ms / 1e3), seed=0)
+
+
+@pytest.mark.parametrize("world_size", range(1, 4))
+def test_whoever_leaves_is_told_of_nothing_else(world_size: int) -> None:
+    """Neither by itself nor beside others that leave at the same time."""
+
+    async def scenario() -> None:
+        async with MemoryRanks(world_size, deadlines=DEADLINES) as world:
+            trainers = [Trainer(ranks, 0) for ranks in world.ranks]
+            watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
+            await asyncio.sleep(1)
+            for task in watching:
+                task.cancel()
+            await asyncio.wait(watching)
+            assert all(task.cancelled() for task in watching)
+
+    run_virtual(scenario(), seed=0)
+
+
 async def test_alone_a_call_is_for_the_next_step() -> None:
-    """And nothing is said twice."""
+    """And nothing is said twice; the first reason counts."""
     async with MemoryRanks(1) as world:
         trainer = Trainer(world.ranks[0], 0)
-        trainer.stops.call_last("early")  # before anybody listens
+        for reason in ("early", "not so early"):  # before anybody listens
+            trainer.stops.call_last(reason)
         await trainer.stops.watch(trainer.ranks)
         trainer.stops.call_last("late")
         assert await trainer.should_save()

@@ -478,6 +478,7 @@ def test_a_copy_counts_as_under_way_from_before_the_commit() -> None:
             name = near.identity, handle.save_id
             assert under_way == [[name], [name]]
             assert not engine._core.context.copies.under_way
+            assert not engine._core.context.notes._held
 
     run_virtual(scenario(), seed=0)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptio.config import KiB
+from ckptio.engine.turns import Line
 from ckptio.errors import CommitConflictError, SaveAbortedError, StorageError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.saving import begin_save
 from ckptio.testing import MemoryStorage, fail_kind, run_virtual
+from ckptio.testing.memory import MemoryAttempt
 from tests.job_rig import job
 from tests.rig import assert_same, config_with, filled_state, inline_engine
 
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptio import Engine
-    from ckptio.testing.memory import MemoryAttempt
 
 SIZES = [KiB]
 
@@ -73,18 +76,52 @@ class LocatedStorage(MemoryStorage):
         return twin
 
 
+async def test_one_that_has_ended_is_kept_no_longer() -> None:
+    """However it ended: an engine makes as many saves as there are steps."""
+    line: Line[str] = Line()
+    with contextlib.suppress(KeyError), line.enter("one"), line.enter("two") as before:
+        assert [place for _, place in before] == ["one"]
+        raise KeyError
+    with line.enter("three") as before:
+        assert before == []
+
+
 def test_by_two_names_of_it_the_newest_state_stays() -> None:
     """It waits for the older one, though it is ready before."""
 
     async def scenario() -> None:
         one = SlowStorage("one")
-        async with inline_engine({"one": one, "two": one.another_name("two")}) as engine:
+        others = {"two": one.another_name("two"), "three": SlowStorage("three")}
+        storages = {"one": one, **others}
+        async with inline_engine(storages, config_with(max_saves=3)) as engine:
+            engine.save(filled_state(SIZES, 0), "three")  # to another place, and before both
             older = engine.save(filled_state(SIZES, 1), "one")
             await engine.save(filled_state(SIZES, 2), "two", overwrite=True)
             assert older.committed.done()
             assert_same(await engine.load("one"), filled_state(SIZES, 2))
 
     run_virtual(scenario(), seed=0)
+
+
+def test_one_that_waits_for_long_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing meanwhile, and silence counts as its end."""
+    said_s: list[float] = []
+
+    async def stay(_: MemoryAttempt) -> None:
+        said_s.append(asyncio.get_running_loop().time())
+
+    async def scenario() -> None:
+        one = SlowStorage("one", max_delay_s=1000.0)
+        async with inline_engine({"one": one, "two": one.another_name("two")}) as engine:
+            older = engine.save(filled_state(SIZES, 1), "one")
+            await engine.save(filled_state(SIZES, 2), "two", overwrite=True)
+            assert older.committed.done()
+
+    monkeypatch.setattr(MemoryAttempt, "stay", stay)
+    run_virtual(scenario(), seed=0)
+    waits_s = [later - sooner for sooner, later in itertools.pairwise(said_s)]
+    assert len(waits_s) > 3
+    assert max(waits_s) < 100
 
 
 def test_one_that_ends_early_lets_nobody_pass_who_waited_behind_it() -> None:
@@ -181,6 +218,23 @@ def test_one_that_answers_while_others_are_waited_for_goes_before_the_newest() -
             await newest
             assert older.committed.done()
             assert_same(await engine.load("one"), states[2])
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_where_a_place_is_whose_save_has_ended_is_not_asked() -> None:
+    """It may not answer, and no save is to wait for that."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        storages = {"one": LostStorage("one"), "two": SlowStorage("two")}
+        async with inline_engine(storages) as engine:
+            older, called_s = engine.save(filled_state(SIZES, 1), "one"), loop.time()
+            await asyncio.sleep(1)
+            newer = engine.save(filled_state(SIZES, 2), "two")
+            await older
+            await newer
+            assert loop.time() - called_s < 65
 
     run_virtual(scenario(), seed=0)
 

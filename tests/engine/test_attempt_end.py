@@ -1,0 +1,37 @@
+"""What a save that failed has written: the next one goes on with it, or it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from typing import Any
+
+import pytest
+
+from ckptio.engine.attempt_end import end_attempt
+from ckptio.errors import (
+    CheckpointChangedError,
+    CommitConflictError,
+    PlanError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.testing import MemoryStorage
+
+STOPS = [StorageError("it is away", path="a"), SaveAbortedError("stopped"), KeyboardInterrupt()]
+FAILURES = [CommitConflictError("a"), CheckpointChangedError("a"), PlanError("refused"), KeyError()]
+
+
+@pytest.mark.parametrize("error", [*STOPS, asyncio.CancelledError(), *FAILURES], ids=repr)
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_what_was_stopped_stays_for_who_resumes(
+    error: BaseException, *, resumes: bool
+) -> None:
+    """What is wrong with it would be wrong the next time."""
+    storage = MemoryStorage()
+    attempt = await storage.begin("0" * 32, overwrite=False)
+    (await attempt.create("data", 0)).pwrite(0, memoryview(b""))
+    job: Any = types.SimpleNamespace(resumes=resumes)
+    await end_attempt(attempt, job, error)
+    assert ("data" in storage.files) is (resumes and error not in FAILURES)
+    assert storage.counts.num_open_attempts == 0
