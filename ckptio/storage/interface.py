@@ -146,7 +146,7 @@ class Storage(Protocol):
         ...
 
     async def identify(self) -> str:
-        """Give `identity` as it is now, however long the place takes to answer."""
+        """Give `identity`, on no loop that others need, however long the place takes to answer."""
         ...
 
     async def find(self) -> str | None:
