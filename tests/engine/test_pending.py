@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import ckptio.sync
-from ckptio.config import KiB
+from ckptio.config import PAGE_NBYTES, KiB
 from ckptio.engine import lanes
+from ckptio.engine.landing import check_into
 from ckptio.errors import (
     CorruptionError,
     SaveAbortedError,
@@ -122,6 +123,13 @@ async def test_small_files_in_one_slab_have_rooms_of_their_own(
     And is told of in one call for each visit to a thread: of 2,000 tensors of a file that
     torch.save wrote, each was told for itself, some 0.1 ms of driver and torch on an H200.
     """
+    starts: list[int] = []
+
+    def note(segment: Any, memory: Any, start: int, *others: Any) -> list[Any]:
+        starts.append(start)
+        return check_into(segment, memory, start, *others)
+
+    monkeypatch.setattr(lanes, "check_into", note)
     monkeypatch.setattr(lanes, "_TURN_S", 3600.0)
     state = random_state([4 * KiB, 5 * KiB, 6 * KiB, 9 * KiB] * 10)
     storage = MemoryStorage()
@@ -135,6 +143,8 @@ async def test_small_files_in_one_slab_have_rooms_of_their_own(
     assert_same(target, state)
     assert device.num_done == device.num_told
     assert 2 <= device.num_told < len(storage.files) / 2
+    assert any(starts)
+    assert not any(start % PAGE_NBYTES for start in starts)  # for reads past the page cache
 
 
 @pytest.mark.parametrize("doing", ["save", "load"])
@@ -166,6 +176,33 @@ async def test_a_slab_goes_back_when_the_device_is_done_with_it(
             await task
         assert slabs.statistics().leased_nbytes == 0
     assert device.num_done == device.num_told
+
+
+async def test_a_load_that_is_cancelled_while_it_reads_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was read by then is landed, and the slab goes back when that is done."""
+    reads, may_go_on = threading.Event(), threading.Event()
+
+    def stop(operation: Operation) -> None:
+        if operation.kind == "pread_into":
+            reads.set()
+            assert may_go_on.wait(60)
+
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}, config_with(bucket_nbytes=4 * KiB)) as engine:
+        await engine.save(random_state([4 * KiB] * 40), "memory")
+        device = Device(monkeypatch)
+        storage.fault = stop
+        task = asyncio.create_task(engine.load("memory"))
+        assert await asyncio.to_thread(reads.wait, 60)
+        task.cancel()
+        for _ in range(100):  # as above
+            await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert device.num_done == device.num_told > 0
 
 
 @pytest.mark.parametrize("doing", ["save", "load"])

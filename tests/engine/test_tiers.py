@@ -1073,8 +1073,28 @@ def test_where_no_tier_has_it_that_is_said() -> None:
     run_virtual(scenario(), seed=0)
 
 
-def test_nothing_is_committed_that_is_not_there_any_more() -> None:
-    """What was found whole may be swept meanwhile: all files are looked at again, last."""
+def test_a_copy_of_blocks_that_do_not_fill_the_slabs_is_refused() -> None:
+    """What is carried over at a time are whole blocks, as those are verified."""
+
+    async def scenario() -> None:
+        storages = two()
+        memory(storages, "far/a").fault = fail_kind("commit")
+        odd = config_with(block_nbytes=12 * KiB, slab_nbytes=60 * KiB)
+        async with inline_engine(storages, odd) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        memory(storages, "far/a").fault = None
+        memory(storages, "near/a").die()
+        async with inline_engine(storages) as engine:
+            with pytest.raises(ConfigError, match="slab_nbytes that are a multiple, not 65536"):
+                await engine.finish_copies("near/a")
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("left_nbytes", [None, 1])
+def test_nothing_is_committed_that_is_not_there_any_more(left_nbytes: int | None) -> None:
+    """What was found whole may be swept, or cut, meanwhile: all files are looked at again, last."""
 
     async def scenario() -> None:
         storages = two()
@@ -1087,7 +1107,10 @@ def test_nothing_is_committed_that_is_not_there_any_more() -> None:
 
             def sweep(operation: Operation) -> None:
                 if operation.kind == "create":
-                    far.files.pop(min(far.files))
+                    name = min(far.files)
+                    data = far.files.pop(name)
+                    if left_nbytes is not None:
+                        far.files[name] = data[:left_nbytes]
 
             far.fault = sweep
             with pytest.raises(StorageError, match="is not there"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptio import PerRank, Shard
 from ckptio.config import KiB
+from ckptio.engine import context
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -528,8 +529,14 @@ def test_a_checkpoint_that_is_there_is_an_error_of_its_own_on_every_rank() -> No
     run_virtual(scenario(), seed=0)
 
 
-def test_who_waits_for_others_hears_of_it() -> None:
-    """After a while and again, on rank 0 with the names of those that have not come."""
+def test_who_waits_for_others_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a while and again, on rank 0 with the names of those that have not come.
+
+    No more once they have; and the log need not say what the observer is told.
+    """
+    monkeypatch.setattr(context, "_REMIND_S", 20.0)
     log = EventLog()
     full = full_state(0)
 
@@ -541,14 +548,17 @@ def test_who_waits_for_others_hears_of_it() -> None:
                 await engine.save(part_of(full, rank, 3), "memory")
 
             await ranks.all(body)
+            await asyncio.sleep(1000)
 
     run_virtual(scenario(), seed=0)
     waits = log.of(RanksAwaited)
     assert sorted((event.phase, event.absent) for event in waits) == [
-        ("plan", ()),
-        ("plan", (2,)),
+        *[("plan", ())] * 2,
+        *[("plan", (2,))] * 2,
     ]
-    assert all(10.0 <= event.waited_s < 11.0 for event in waits)
+    found_s = sorted(event.waited_s for event in waits)
+    assert found_s == pytest.approx([10.0, 10.0, 30.0, 30.0], abs=1)
+    assert "every rank has to make this call" not in caplog.text
 
 
 def test_a_rank_that_never_comes_is_named_while_it_is_waited_for() -> None:

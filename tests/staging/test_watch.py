@@ -41,3 +41,15 @@ def test_what_nobody_counts_is_found_from_the_call_on() -> None:
     assert 500 <= found < 600
     watch.drop()
     assert watch.changed() is None
+
+
+def test_what_was_copied_is_compared_at_both_ends_and_in_the_middle() -> None:
+    """Of each slab: a step that writes to a part of a tensor has begun somewhere in it."""
+    tensor = torch.arange(4000).to(torch.uint8)
+    slab, watch = tensor.clone(), SourceWatch([tensor])
+    watch.sample([(start, 0, start, 1000) for start in range(0, 4000, 1000)], slab.data_ptr())
+    for position in (500, 2500, 3500):  # in the middle of the tensor, it is looked at anyway
+        assert watch.changed() is None
+        tensor.numpy()[position] += 1
+        assert watch.changed() == 0
+        tensor.numpy()[position] -= 1
