@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptio
 from ckptio import CheckpointError, KeepIf, KeepLast, SaveAbortedError
 from ckptio._aio import Threads, outlive
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
@@ -906,9 +907,25 @@ async def test_a_step_that_nobody_can_look_at_hides_no_higher_one(
     monkeypatch.setattr(os, "stat", deny)
     keeper = keeper_at(tmp_path, threads)
     assert await keeper.newest(2) == [3]
+    assert await keeper.newest(2, above=2) == [3]
+    assert await keeper.newest(1, above=3) == []
+    with pytest.raises(StorageError):  # no advice, where another step is known
+        await keeper.newest(2, above=1)
     refused.add(step_name(3))
     with pytest.raises(StorageError):
         await keeper.newest(2)
+
+
+async def test_a_step_that_goes_before_it_is_read_is_no_failure(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """Another program may remove steps, too: the rest is decided without it."""
+    for step in (1, 2, 3):
+        await ckptio.save({"step": step}, tmp_path / step_name(step))
+    keeper = keeper_at(tmp_path, threads)
+    found = await keeper.find()
+    shutil.rmtree(tmp_path / step_name(1))
+    assert list(await keeper.plan(KeepLast(1), found=found)) == [2]
 
 
 def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> None:

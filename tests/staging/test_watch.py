@@ -21,6 +21,7 @@ def test_a_state_is_settled_once() -> None:
             tensor.add_(1)
         assert watch.settled() == (None if is_early else 0)
         assert watch.settled() == (None if is_early else 0)
+        assert not watch.tensors
     known = SourceWatch([tensor])
     known.copied(is_known=True)
     tensor.add_(1)
@@ -53,3 +54,16 @@ def test_what_was_copied_is_compared_at_both_ends_and_in_the_middle() -> None:
         tensor.numpy()[position] += 1
         assert watch.changed() == 0
         tensor.numpy()[position] -= 1
+
+
+def test_what_was_moved_or_written_to_elsewhere_is_found() -> None:
+    """Though the bytes that are compared are what they were."""
+    for change in ("moved", "written to"):
+        tensors = [torch.zeros(1000), torch.zeros(1000)]
+        watch = SourceWatch(tensors)
+        assert watch.changed() is None
+        if change == "moved":
+            tensors[1].data = tensors[1].data.clone()
+        else:
+            tensors[1][0] = 1
+        assert watch.changed() == 1
