@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import ckptio
 from ckptio import (
     Checkpointer,
     CheckpointExistsError,
@@ -33,7 +34,7 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
 from ckptio.engine import group
-from ckptio.errors import EngineClosedError, StorageError
+from ckptio.errors import CheckpointChangedError, EngineClosedError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
 from ckptio.runtime import loading
 from ckptio.testing import EventLog
@@ -663,6 +664,34 @@ def test_a_newest_step_that_is_removed_when_it_is_read(
                 checkpointer.load()
         else:
             assert checkpointer.load() == {"step": newest}
+
+
+@pytest.mark.parametrize("newest", [3, 2])
+def test_a_newest_step_that_is_saved_again_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int
+) -> None:
+    """A newer one is loaded, if there is one by then; else that is said, at once."""
+    sync.save(filled_state([1000], 2), tmp_path / step_name(2))
+    fetch = group.fetch_manifest
+    reads: list[Any] = []
+
+    async def remove(*args: Any) -> Any:
+        found = await fetch(*args)
+        reads.append(found)
+        if newest == 2 or len(reads) == 1:
+            assert len(reads) < 5
+            shutil.rmtree(tmp_path / step_name(2))
+            for step in {2, newest}:
+                await ckptio.save(filled_state([1000], step), tmp_path / step_name(step))
+        return found
+
+    monkeypatch.setattr(loading, "fetch_manifest", remove)
+    with sync.Checkpointer(tmp_path) as checkpointer:
+        if newest == 2:
+            with pytest.raises(CheckpointChangedError):
+                checkpointer.load()
+        else:
+            assert_same(checkpointer.load(), filled_state([1000], newest))
 
 
 def test_a_loss_is_a_metric_as_it_is(tmp_path: Path) -> None:

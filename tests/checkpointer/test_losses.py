@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptio import CheckpointError, PlanError, RankError, StalePlanError, StorageError
-from ckptio.checkpointer.losses import Losses, is_disk_full
+from ckptio.checkpointer.losses import Losses, is_disk_full, missed_deadline
 from ckptio.moments import SaveMoments
 from ckptio.storage.files import PosixFiles
 from ckptio.testing import run_virtual
@@ -188,3 +188,12 @@ def test_a_disk_is_full_on_whichever_rank_and_by_whatever_limit() -> None:
     assert is_disk_full(StorageError("cannot write", path="memory", code=errno.EDQUOT))
     assert is_disk_full(RankError("two failed", causes={0: lost, 1: full}))
     assert not is_disk_full(RankError("one failed", causes={0: lost}))
+
+
+def test_a_save_that_was_committed_all_the_same_has_missed_no_deadline() -> None:
+    """Its abort came too late; nothing is said of one that nobody knows of yet."""
+    save = SaveMoments("memory", "0" * 32)
+    assert missed_deadline(1, save, "memory", 5.0) is None
+    none: Any = None
+    save.committed.reach(none)
+    assert missed_deadline(1, save, "memory", 5.0) is None

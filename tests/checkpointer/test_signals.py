@@ -301,6 +301,29 @@ def test_a_second_call_for_the_last_save_makes_no_new_one_due() -> None:
     assert ending.loss() is None
 
 
+def test_the_second_look_after_the_call_says_yes_behind_a_save_too() -> None:
+    """A loop that saves each step has no other; of many ranks, or asked, one says it never."""
+    for is_alone, is_asked_for in ((True, False), (False, False), (True, True)):
+        ending = Ending()
+        ending.is_alone, ending.is_asked_for = is_alone, is_asked_for
+        ending.saved(1)
+        ending.call("SIGTERM")
+        looks = [ending.look()]
+        ending.saved(2)
+        looks.append(ending.look())
+        assert looks == [False, is_alone and not is_asked_for]
+
+
+def test_nothing_is_lost_where_a_loop_was_not_told_or_asks() -> None:
+    """It hears of the end from `should_save`, and may have no step to save any more."""
+    ending = Ending()
+    assert ending.loss() is None
+    ending.is_told = ending.is_asked_for = True
+    assert ending.loss() is None
+    ending.is_asked_for = False
+    assert ending.loss()
+
+
 def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
     with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
         checkpointer.save({"x": 1}, 1)
