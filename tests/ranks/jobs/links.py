@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported
 
 from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
@@ -37,17 +40,19 @@ CONFIG = CheckpointConfig(block_nbytes=4 * KiB, slab_nbytes=64 * KiB, pool_nbyte
 
 
 @contextlib.asynccontextmanager
-async def address_of(me: Me, told: Path) -> AsyncIterator[StoreAddress]:
-    """Serve a store on rank 0, and tell the others its port in a file."""
+async def address_of(me: Me) -> AsyncIterator[StoreAddress]:
+    """Serve a store on rank 0, and tell the others its port through the job's."""
+    told = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     if me.rank:
-        while not told.exists():
-            await asyncio.sleep(0.01)
-        yield StoreAddress(LOOPBACK, int(told.read_text()))
+        yield StoreAddress(LOOPBACK, int(told.get("port")))
         return
     async with serve_store(LOOPBACK, TIMEOUT_S) as address:
-        part = told.with_suffix(".part")
-        part.write_text(str(address.port))
-        part.rename(told)
+        told.set("port", str(address.port))
         yield address
 
 
@@ -107,8 +112,8 @@ async def meet(me: Me, link: BulkLink) -> None:
 
 
 @contextlib.asynccontextmanager
-async def link_of(me: Me, kind: str, told: Path) -> AsyncIterator[BulkLink]:
-    async with address_of(me, told) as address:
+async def link_of(me: Me, kind: str) -> AsyncIterator[BulkLink]:
+    async with address_of(me) as address:
         if kind == "gloo":
             async with gloo_link(me.rank, me.world_size, address, LOOPBACK, TIMEOUT_S) as gloo:
                 yield gloo
@@ -128,7 +133,7 @@ def load_together(me: Me, kind: str, path: str) -> int:
     """Load what all load; gives how many bytes this rank has read of the disk."""
 
     async def live() -> int:
-        async with link_of(me, kind, Path(path) / "port") as link:
+        async with link_of(me, kind) as link:
             me.point("linked")
             read_nbytes = await load(me, link, Path(path))
             await meet(me, link)
