@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptio._aio import wait
+from ckptio._aio import run_all, wait
 from ckptio.errors import CommitConflictError
 from ckptio.events import SaveQueued
 from ckptio.storage.file_names import STAY_S
@@ -50,7 +50,7 @@ class Turn:
 
     Attributes:
         storage: Where to.
-        is_committed: Reached when it has ended: whether it was committed.
+        is_committed: Reached when it has ended: whether it was committed, or may have been.
         identity: That of its storage; empty until it has got ready to commit.
         passed_by: Later saves that have gone to their commits before that. No more come then.
     """
@@ -70,7 +70,8 @@ class Turn:
             attempt: What this one has written; it is alive meanwhile.
 
         Raises:
-            CommitConflictError: A later one has passed this one, and was committed.
+            CommitConflictError: A later one has passed this one, and was committed, or nobody knows
+                whether it was.
         """
         await self.storage.locate(gives_up=False)
         self.identity = self.storage.identity
@@ -79,8 +80,11 @@ class Turn:
                 await _outlast(later.is_committed, attempt)
                 if later.is_committed.result():
                     raise CommitConflictError(self.storage.path)
-        for end, other in before:
-            if not end.done() and await self._is_beside(other):
+        under_way = [(end, other) for end, other in before if not end.done()]
+        asked = (self._is_beside(other) for _, other in under_way)
+        are_beside = await run_all(asked, "ckptio-beside")  # at once: each may be given up late
+        for (end, _), is_beside in zip(under_way, are_beside, strict=True):
+            if is_beside:
                 await _outlast(end, attempt)
         # those that have answered since go before this one: they do not know of it
         while ahead := [e for e, o in before if not e.done() and o.identity == self.identity]:
@@ -117,8 +121,8 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
 
         try:
             yield my_turn
-        except BaseException:
-            own.is_committed.set_result(False)
+        except BaseException as error:
+            own.is_committed.set_result(getattr(error, "in_doubt", False))
             raise
         own.is_committed.set_result(True)
 

@@ -76,6 +76,22 @@ class LocatedStorage(MemoryStorage):
         return twin
 
 
+class UnsureAttempt(MemoryAttempt):
+    """Publishes a manifest, and hears no more of it."""
+
+    async def commit(self, manifest: bytes) -> None:
+        await super().commit(manifest)
+        raise StorageError("nobody knows", path="memory", in_doubt=True)
+
+
+class UnsureStorage(MemoryStorage):
+    """Leaves it open whether saves were committed."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        return UnsureAttempt(self, save_id, overwrite=overwrite, leads=True)
+
+
 async def test_one_that_has_ended_is_kept_no_longer() -> None:
     """However it ended: an engine makes as many saves as there are steps."""
     line: Line[str] = Line()
@@ -162,6 +178,48 @@ def test_a_save_to_another_place_is_not_waited_for() -> None:
     run_virtual(scenario(), seed=0)
 
 
+class SlowAtFirst(LostStorage):
+    """Takes a minute to begin its first save alone."""
+
+    _is_new = True
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        is_new, self._is_new = self._is_new, False
+        begin = super().begin if is_new else super(SlowStorage, self).begin
+        return await begin(save_id, overwrite=overwrite, resumes=resumes)
+
+
+def test_one_path_is_one_place_though_it_does_not_answer() -> None:
+    """By the same name: nobody has to be asked for that."""
+
+    async def scenario() -> None:
+        async with inline_engine({"one": SlowAtFirst("one")}) as engine:
+            older = engine.save(filled_state(SIZES, 1), "one")
+            await engine.save(filled_state(SIZES, 2), "one", overwrite=True)
+            assert older.committed.done()
+            assert_same(await engine.load("one"), filled_state(SIZES, 2))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_places_that_do_not_answer_are_given_up_together() -> None:
+    """A save waits as long for three of them as for one."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        storages = {name: LostStorage(name) for name in ("one", "two", "three")}
+        config = config_with(max_saves=4)
+        async with inline_engine({**storages, "four": MemoryStorage("four")}, config) as engine:
+            called_s = loop.time()
+            older = [engine.save(filled_state(SIZES, 1), name) for name in storages]
+            await engine.save(filled_state(SIZES, 2), "four")
+            assert loop.time() - called_s < 6
+            for handle in older:
+                await handle
+
+    run_virtual(scenario(), seed=0)
+
+
 def save_slowly(engine: Engine, state: dict[str, Tensor], path: str, wait_s: float) -> SaveHandle:
     """Save over what is there; from when it may, it takes a while until it is committed."""
 
@@ -172,31 +230,36 @@ def save_slowly(engine: Engine, state: dict[str, Tensor], path: str, wait_s: flo
     return SaveHandle(moments)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("end", ["commits", "fails", "in doubt"])
 @pytest.mark.parametrize("commit_s", [0.0, 60.0])
 def test_one_that_was_passed_is_not_committed_over_what_passed_it(
-    commit_s: float, *, fails: bool
+    commit_s: float, end: str
 ) -> None:
-    """Its place was given up, and turns out to be the same; also while the newer one commits."""
+    """Its place was given up, and turns out to be the same; also while the newer one commits.
+
+    Nor over what may be there: nobody knows of the newer one whether it was committed.
+    """
 
     async def scenario() -> None:
         one = LostForNow("one")
         two = one.another_name("two")
-        if fails:
+        if end == "fails":
             two.fault = fail_kind("commit")
+        if end == "in doubt":
+            two = UnsureStorage("two", identity=one.identity)
+            two._place = one._place
 
         async with inline_engine({"one": one, "two": two}) as engine:
             older = engine.save(filled_state(SIZES, 1), "one", overwrite=True)
             newer = save_slowly(engine, filled_state(SIZES, 2), "two", commit_s)
-            if fails:
-                with pytest.raises(StorageError):
-                    await newer
+            with contextlib.nullcontext() if end == "commits" else pytest.raises(StorageError):
+                await newer
+            if end == "fails":
                 await older
             else:
-                await newer
                 with pytest.raises(CommitConflictError):
                     await older
-            assert_same(await engine.load("one"), filled_state(SIZES, 1 if fails else 2))
+            assert_same(await engine.load("one"), filled_state(SIZES, 1 if end == "fails" else 2))
 
     run_virtual(scenario(), seed=0)
 
