@@ -69,6 +69,10 @@ FIGURES = {
     "Xeon: async save, 2.4 GB: stall": [("slower/stall", "", "stall_s")],
     "Xeon: async save, 2.4 GB: until durable": [("slower/stall", "", "commit_s")],
     "Xeon: lag of the trainer's loop, p99": [("slower/loop_lag", "", "p99_s")],
+    "Xeon: durable save, two tensors, 3.0 GB": [("slower/one_huge", "", "elapsed_s")],
+    "Xeon: training time lost to one save of 2 GB": [("slower/train_slowdown", "", "lost_s")],
+    "Xeon: save to S3, 520 MB": [("slower/save_s3", "", "elapsed_s")],
+    "Xeon: load of 1.7 GB right after a save": [("slower/load_back", "", "elapsed_s")],
     "save": [("save_s3", "", "elapsed_s")],
     "save: CPU of the client, a GiB": [("save_s3", "", "cpu_s_per_gib")],
     "save: lag of the trainer's loop, p99": [("save_s3", "", "p99_s")],
@@ -76,7 +80,8 @@ FIGURES = {
     "load: lag of the trainer's loop, p99": [("load_s3", "", "p99_s")],
     "load of four tensors of 4 MiB": [("partial_s3", "", "elapsed_s")],
     **{
-        name: [(case, title.format(n), "elapsed_s") for n in (2, 4)]
+        machine + name: [(directory + case, title.format(n), "elapsed_s") for n in (2, 4)]
+        for machine, directory in (("", ""), ("Xeon: ", "slower/"))
         for name, case, title in (
             ("durable save", "save_ranks", "by {} ranks"),
             ("cold load, same layout", "load_ranks", "cold load by {} ranks"),
@@ -137,6 +142,10 @@ BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dcp.save, dcp.load in to_thread",),
         ("dcp.async_save; dcp.load",),
     ),
+    "Xeon: durable save, two tensors, 3.0 GB": _DCP_DEFAULT,
+    "Xeon: training time lost to one save of 2 GB": (("1 thread, default crc32",),),
+    "Xeon: save to S3, 520 MB": ((_ON_S3FS,), ("limit: PUT of 16 MiB x 8",)),
+    "Xeon: load of 1.7 GB right after a save": (("dcp.load",),),
     "H200: durable save, 1.7 GB": (("dcp.save (1 thread",), ("limit: direct write",)),
     "H200: cold load, 1.7 GB, in place": (("dcp.load",), ("limit: direct read",)),
     "H200: warm load, 1.7 GB, in place": (("dcp.load",), ("limit: sum and copy",)),

@@ -50,13 +50,13 @@ class Turn:
 
     Attributes:
         storage: Where to.
-        is_committed: Reached when it has ended: whether it was committed, or may have been.
+        may_stand: Reached when it has ended: whether it was committed, or may have been.
         identity: That of its storage; empty until it has got ready to commit.
         passed_by: Later saves that have gone to their commits before that. No more come then.
     """
 
     storage: Storage
-    is_committed: asyncio.Future[bool]
+    may_stand: asyncio.Future[bool]
     identity: str = ""
     passed_by: list[Turn] = field(default_factory=list)
 
@@ -77,8 +77,8 @@ class Turn:
         self.identity = self.storage.identity
         for later in self.passed_by:
             if later.identity == self.identity:
-                await _outlast(later.is_committed, attempt)
-                if later.is_committed.result():
+                await _outlast(later.may_stand, attempt)
+                if later.may_stand.result():
                     raise CommitConflictError(self.storage.path)
         under_way = [(end, other) for end, other in before if not end.done()]
         asked = (self._is_beside(other) for _, other in under_way)
@@ -122,9 +122,9 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
         try:
             yield my_turn
         except BaseException as error:
-            own.is_committed.set_result(getattr(error, "in_doubt", False))
+            own.may_stand.set_result(getattr(error, "in_doubt", False))
             raise
-        own.is_committed.set_result(True)
+        own.may_stand.set_result(True)
 
 
 async def _outlast(end: asyncio.Future[Any], attempt: Attempt) -> None:
