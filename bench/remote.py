@@ -16,7 +16,7 @@ from bench.store import Relay
 from bench.subjects import pool_for
 from bench.ticks import P99, with_ticks
 from ckptio import CheckpointConfig, Engine
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.storage.stores import Stores
 from tests.s3.servers import BUCKET
 

@@ -9,13 +9,9 @@ waits until the other side is done, and raises the cancellation only then.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import functools
 import inspect
-import queue
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import anyio
@@ -99,130 +95,6 @@ async def wait_out(future: asyncio.Future[Any]) -> None:
                 continue
     if not future.cancelled():
         future.exception()  # so that asyncio does not report it; the caller is leaving
-
-
-def run_into(
-    future: concurrent.futures.Future[T],
-    function: Callable[P, T],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> None:
-    """Call `function` and give its end to a future, unless that was cancelled before."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function(*args, **kwargs)
-    except BaseException as error:  # whoever waits for the future raises it
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    finally:
-        del future  # the error refers to this frame: no reference cycle
-
-
-class Threads(concurrent.futures.Executor):
-    """A fixed number of daemon threads, made as they are needed.
-
-    `ThreadPoolExecutor` takes no more work once the interpreter begins to end, which is
-    while a program that did not wait for its last save still has that save to finish.
-
-    Args:
-        max_threads: At most this many, and so the limit of what is done at a time.
-        name: Prefix of their names.
-    """
-
-    def __init__(self, max_threads: int, name: str) -> None:
-        self.max_threads = max_threads
-        self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
-
-    def submit(
-        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> concurrent.futures.Future[T]:
-        """Run `function` on one of the threads, in turn.
-
-        Raises:
-            RuntimeError: `shutdown` was called.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        work = functools.partial(run_into, future, function, *args, **kwargs)
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine's threads have ended")
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self.max_threads:
-                self._begin_thread()
-            if self._threads:
-                self._work.put(work)
-                return future
-        work()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
-        """Let the threads end once the work is done, and wait for that.
-
-        Nothing is cancelled: whoever asks for that does not wait.
-        """
-        with self._lock:
-            self._closed = True
-            threads = list(self._threads)
-        for _ in threads:
-            self._work.put(None)
-        if wait and not cancel_futures:
-            for thread in threads:
-                thread.join()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller runs on one of the threads."""
-        return threading.current_thread() in self._threads
-
-    def _begin_thread(self) -> None:
-        """Begin one more, if the interpreter, which may be about to end, gives one.
-
-        Some (3.12.1 is one) give none as soon as the main thread has ended. Those that are
-        there go on; where there is none, whoever submits does the work itself.
-        """
-        thread = threading.Thread(
-            target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
-        )
-        with contextlib.suppress(RuntimeError):
-            thread.start()
-            self._threads.append(thread)
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # and with it what it refers to, while waiting for more
-            self._idle.release()
-
-
-class DefaultThreads(concurrent.futures.ThreadPoolExecutor):
-    """`Threads` where asyncio insists on its own kind: `loop.set_default_executor`.
-
-    Libraries look up names and open files on a loop's default threads (`asyncio.to_thread`).
-    asyncio's own take no more work when the main thread has ended.
-
-    Args:
-        threads: Do the work. They end where the loop's default executor is shut down.
-    """
-
-    def __init__(self, threads: Threads) -> None:
-        self._own = threads
-
-    def submit(
-        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> concurrent.futures.Future[T]:
-        """Run `function` on one of the threads; see `Threads.submit`."""
-        return self._own.submit(function, *args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
-        """Let the threads end; see `Threads.shutdown`."""
-        self._own.shutdown(wait, cancel_futures=cancel_futures)
 
 
 async def run_blocking(

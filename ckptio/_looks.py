@@ -21,7 +21,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ckptio._aio import run_into
+from ckptio._threads import run_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

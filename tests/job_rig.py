@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ckptio import Shard
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.cache import MetadataCache
 from ckptio.engine.context import EngineContext
 from ckptio.ranks.interface import Deadlines

@@ -117,7 +117,7 @@ class Mount:
 
 
 class HangingFiles(PosixFiles):
-    """Hang where data files that are open on a mount are read or written, or one of these.
+    """Hang where data files that are open on a mount are read, written or synced: one of these.
 
     Args:
         mount: The mount, which says where and how long.
@@ -135,6 +135,10 @@ class HangingFiles(PosixFiles):
     def pread(self, fd: int, room: memoryview, offset: int) -> int:
         self._wait(fd, "pread")
         return super().pread(fd, room, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._wait(fd, "fsync")
+        super().fsync(fd)
 
     def _wait(self, fd: int, what: str) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ckptio._aio import (
     Siblings,
-    Threads,
     first_failure,
     outlive,
     run_blocking,
@@ -21,6 +20,7 @@ from ckptio._aio import (
     run_unless_cancelled,
     shielded,
 )
+from ckptio._threads import Threads
 from ckptio.testing import DeadlockError, VirtualLoop, run_virtual
 from tests.interrupts import interrupted
 
@@ -363,29 +363,6 @@ async def test_a_call_that_has_not_begun_is_given_up() -> None:
     await holding
     executor.shutdown()
     assert happened == []
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_threads_serve_where_no_more_begin(
-    monkeypatch: pytest.MonkeyPatch, num_before: int
-) -> None:
-    """As where the interpreter ends: those that are there do the work, or who asks for it."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    threads = Threads(3, "few")
-    release = threading.Event()
-    if num_before:
-        busy = threads.submit(release.wait)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    futures = [threads.submit(threading.get_ident) for _ in range(5)]
-    if num_before:
-        release.set()
-        busy.result()
-    idents = {future.result(10) for future in futures}
-    assert (idents == {threading.get_ident()}) is (num_before == 0)
-    threads.shutdown()
 
 
 async def test_siblings_raise_what_failed_first() -> None:

@@ -13,7 +13,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ckptio._aio import Threads, run_blocking
+from ckptio._aio import run_blocking
+from ckptio._threads import Threads
 from ckptio.config import MiB
 from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import outlive
+from ckptio._threads import HUNG_S
 from ckptio.config import PAGE_NBYTES
 from ckptio.engine.context import settle
 from ckptio.engine.landing import Verified, check_and_land, check_into
@@ -24,7 +25,7 @@ from ckptio.events import ReadProgressed
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
@@ -109,7 +110,10 @@ async def read_in_lane(
     try:
         while lanes.left:
             lanes.waiting.add(lane)
-            async with lanes.gate, context.pool.lease(for_device=reading.holds_slabs) as slab:
+            async with (
+                _passing(lanes.gate),
+                context.pool.lease(for_device=reading.holds_slabs) as slab,
+            ):
                 lanes.waiting.discard(lane)
                 pending: list[PendingCopies] = []
                 turn = functools.partial(_read_turn, lanes, slab, reading, pending)
@@ -132,6 +136,26 @@ async def read_in_lane(
         # that was loaded would stay in memory until Python collects garbage
         lanes.waiting.discard(lane)
         del lane
+
+
+@contextlib.asynccontextmanager
+async def _passing(gate: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Pass a gate; who takes long, on a mount whose server is gone, say, lets others through."""
+    await gate.acquire()
+    is_in = True
+
+    def leave() -> None:
+        nonlocal is_in
+        if is_in:
+            is_in = False
+            gate.release()
+
+    timer = asyncio.get_running_loop().call_later(HUNG_S, leave)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        leave()
 
 
 def _read_turn(

@@ -34,6 +34,8 @@ class SaveProgress:
         to_submit: Segments whose copies have not been made, or queued on a device.
         to_stage: Segments that are not copied.
         leases: `leases[i]` is set once segment i-1 of the plan holds its slab, or has ended.
+        writes: Those under way to a disk. No more have a thread, or wait for one: if they hang,
+            those of other saves are next.
         turns: `turns[i]` is set once segment i-1 has ended, where files are written one slab at a
             time; empty where several are.
         written_nbytes: Bytes of segments that are written.
@@ -47,6 +49,7 @@ class SaveProgress:
     to_submit: int
     to_stage: int
     leases: list[asyncio.Event]
+    writes: asyncio.Semaphore
     turns: list[asyncio.Event] = field(default_factory=list)
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)

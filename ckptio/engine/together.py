@@ -37,13 +37,9 @@ from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
 from ckptio.engine.doubt import OF_THE_PATH, doubt_of
-from ckptio.engine.save import (
-    SaveReceipt,
-    announce,
-    plan_files,
-    write_buckets,
-)
+from ckptio.engine.save import SaveReceipt, announce, plan_files
 from ckptio.engine.turns import place_for
+from ckptio.engine.write import write_buckets
 from ckptio.errors import CheckpointError, RankError, StorageError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest

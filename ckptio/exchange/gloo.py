@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ckptio._aio import Threads, outlive, run_blocking
+from ckptio._aio import outlive, run_blocking
 from ckptio._own_thread import in_own_thread
+from ckptio._threads import Threads
 from ckptio.errors import PeerLostError, name_ranks
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio._aio import Threads
 from ckptio._own_thread import in_own_thread
+from ckptio._threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import anyio
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,8 @@ import functools
 import os
 from typing import TYPE_CHECKING
 
-from ckptio._aio import DefaultThreads, Threads, run_blocking
+from ckptio._aio import run_blocking
+from ckptio._threads import HUNG_S, DefaultThreads, Threads
 from ckptio.cache import MetadataCache
 from ckptio.engine.context import EngineContext
 from ckptio.events import PinningRefused, notify
@@ -55,7 +56,7 @@ def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineC
         config: Options.
         observer: Takes events.
     """
-    executor = Threads(_NUM_ODD_JOBS, "ckptio")
+    executor = Threads(_NUM_ODD_JOBS, "ckptio", HUNG_S)
     libraries = DefaultThreads(Threads(_NUM_FOR_LIBRARIES, "ckptio-default"))
     asyncio.get_running_loop().set_default_executor(libraries)
 
@@ -67,8 +68,8 @@ def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineC
         config=config,
         executor=executor,
         copiers=Threads(config.max_copies, "ckptio-copy"),
-        writers=Threads(config.max_writes, "ckptio-write"),
-        readers=Threads(config.max_reads, "ckptio-read"),
+        writers=Threads(config.max_writes, "ckptio-write", HUNG_S),
+        readers=Threads(config.max_reads, "ckptio-read", HUNG_S),
         waiters=Threads(_NUM_WAITERS, "ckptio-device"),
         load_waiters=Threads(_NUM_WAITERS, "ckptio-device-load"),
         far=Threads(_NUM_ODD_JOBS + config.max_tier_copies + config.max_writes, "ckptio-far"),

@@ -23,7 +23,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import tokenize
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import ConfigError
 from ckptio.storage.fsspec_answers import (
     how_to_create,

@@ -15,7 +15,7 @@ import contextlib
 import errno
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import ConfigError, StorageError
 from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.options import options_for, other_backends

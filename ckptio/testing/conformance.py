@@ -32,7 +32,7 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.api import Engine
 from ckptio.config import CheckpointConfig, MiB
 from ckptio.errors import (

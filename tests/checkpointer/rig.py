@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptio import Checkpointer
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.cache import MetadataCache
 from ckptio.checkpointer.steps import parse_name
 from ckptio.engine.context import EngineContext

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import ckptio
 from ckptio import CheckpointError, KeepIf, KeepLast, SaveAbortedError
-from ckptio._aio import Threads, outlive
+from ckptio._aio import outlive
+from ckptio._threads import Threads
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.checkpointer.tiers import SecondTier

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig, MiB
 from ckptio.storage.stores import Stores
 from tests.s3.servers import BUCKET

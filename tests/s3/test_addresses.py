@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec.config
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.storage.stores import Stores

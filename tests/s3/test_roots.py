@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptio import Checkpointer, KeepLast, sync
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.checkpointer.steps import step_name
 from ckptio.config import CheckpointConfig, MiB
 from ckptio.events import CleanupFailed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

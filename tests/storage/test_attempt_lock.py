@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import CommitConflictError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import MANIFEST_NAME

@@ -20,7 +20,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptio import Checkpointer, Engine
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointNotFoundError, ConfigError, StorageError
 from ckptio.storage.fsspec import FsspecBackend, FsspecStore

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.storage.fsspec import FsspecBackend, FsspecStore
 from ckptio.storage.store import ObjectMissingError

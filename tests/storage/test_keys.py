@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.storage.keys import join_key, shown_url, split_query

@@ -27,7 +27,7 @@ from tests.rig import SAVE_IDS, SMALL, config_with, contents_of, manifest_of
 from tests.storage.object_rig import DictStore, OneStore, Opened
 
 if TYPE_CHECKING:
-    from ckptio._aio import Threads
+    from ckptio._threads import Threads
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 OLD = QUIET_S + 100

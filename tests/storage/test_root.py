@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio._aio import Threads, run_blocking
+from ckptio._aio import run_blocking
+from ckptio._threads import Threads
 from ckptio.errors import (
     CheckpointNotFoundError,
     FormatError,

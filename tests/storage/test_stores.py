@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import StorageError
 from ckptio.storage import options
 from ckptio.storage.stores import OpenStore, Stores

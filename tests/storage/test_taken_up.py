@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import CommitConflictError, StorageError
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot

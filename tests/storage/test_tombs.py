@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
 from ckptio.storage import resumed
 from ckptio.storage.attempt_lock import Attempts

@@ -12,7 +12,7 @@ import concurrent.futures
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio._aio import run_into
+from ckptio._threads import run_into
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.events import notify

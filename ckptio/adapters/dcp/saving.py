@@ -29,7 +29,8 @@ from ckptio.adapters.dcp.packing import Packing
 from ckptio.adapters.dcp.place import place_at
 from ckptio.adapters.dcp.source import PlannerSource, take_value
 from ckptio.adapters.dcp.table import make_table
-from ckptio.engine.save import SaveJob, announce, write_buckets
+from ckptio.engine.save import SaveJob, announce
+from ckptio.engine.write import write_buckets
 from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
 from ckptio.format.compose import encode_manifest, encode_rows

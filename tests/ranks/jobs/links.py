@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported
 
-from ckptio._aio import Threads
+from ckptio._threads import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.engine.context import EngineContext
