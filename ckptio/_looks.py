@@ -5,7 +5,8 @@ which is left to itself. It must hold nothing, and change nothing.
 
 Which mount a path is on cannot be told without asking there. But what lies in one directory, as
 the steps of a run do, is on one as a rule: while a few looks hang there, none begins. While fewer
-do, what they look at may be broken by itself, and its neighbours are looked at.
+do, what they look at may be broken by itself, and its neighbours are looked at. Who waits for as
+long as it takes is never told that, and waits for looks at the same place alone.
 
 A mount that is slow and answers is no such mount: looks there go on at a time, and none has less
 time because others went before it. Whoever is told too soon that nothing answers takes older data.
@@ -40,7 +41,8 @@ class _Look:
     """A look that has begun and has not ended.
 
     Attributes:
-        kind: Process, name and directory: how many of one kind there are is limited.
+        kind: Process, name and directory, or the place itself where looks wait for as long as it
+            takes: how many of one kind there are is limited.
         place: What is looked at.
         is_given_up: Whether it was waited for in vain: it hangs. Who stopped waiting says nothing.
         settled: Reached when it has ended, or is given up. Nobody cancels it.
@@ -82,7 +84,8 @@ async def run_or_give_up(
 
     While one hangs that was given up, no other of its name begins at the same place, nor in the
     same directory where a few do: each would take a thread for good. That is said at once, and is
-    over when the one has ended. Where many go on in the directory, it waits until one has ended.
+    over when the one has ended. Where many go on in the directory, it waits until one has ended;
+    at that very place, if `wait_s` is `None`.
 
     Args:
         function: What to call.
@@ -95,7 +98,9 @@ async def run_or_give_up(
         TimeoutError: It was given up, and may go on, for ever; or it could not begin.
     """
     loop = asyncio.get_running_loop()
-    look = _Look((os.getpid(), name, os.path.dirname(place)), place)
+    # who waits for as long as it takes is not to wait for what only lies beside it
+    room = place if wait_s is None else os.path.dirname(place)
+    look = _Look((os.getpid(), name, room), place)
     while ahead := _ahead(look):
         if not await _ends_one([asyncio.wrap_future(other.settled) for other in ahead], wait_s):
             for other in ahead:  # nobody waits for them any more, or not for as long

@@ -54,7 +54,7 @@ class Place:
         self.begun: list[str] = []
         self._answers = threading.Event()
 
-    async def look(self, path: str, wait_s: float = 0.05) -> str:
+    async def look(self, path: str, wait_s: float | None = 0.05) -> str:
         """Look at a path; those of which `fine` is a part answer at once."""
 
         def look() -> str:
@@ -165,6 +165,27 @@ async def test_what_is_stopped_as_it_waits_leaves_a_look_that_goes_on() -> None:
     place.answer()
     assert place.begun == [*["/run/1"] * (_looks._MAX_LOOKS - 1), "/run/1-fine", "/run/1"]
     assert await place.look("/run/fine", wait_s=60.0) == "/run/fine"
+    place.answer()
+
+
+async def test_who_waits_for_as_long_as_it_takes_waits_for_no_neighbour() -> None:
+    """As many as may go on at one place hang there, and nobody waits for them any more."""
+    place = Place()
+    tasks = [asyncio.create_task(place.look("/run/1", None)) for _ in range(_looks._MAX_LOOKS)]
+    while len(place.begun) < len(tasks):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    try:
+        async with asyncio.timeout(30):
+            assert await place.look("/run/fine", None) == "/run/fine"
+        again = asyncio.create_task(place.look("/run/1", None))
+        await asyncio.sleep(0.01)
+        assert place.begun == [*["/run/1"] * _looks._MAX_LOOKS, "/run/fine"]
+    finally:
+        place.answer()
+    assert await again == "/run/1"
     place.answer()
 
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.storage.streams import Open
 
-#: How often a manifest is looked for that a commit points to; others may commit meanwhile.
+#: How often a manifest is looked for that a commit points to, or a link is followed; others may
+#: commit meanwhile, or replace it.
 _MAX_FOLLOWING = 3
 #: What files of torch.save are usually called.
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
@@ -86,13 +87,13 @@ class LocalStorage:
     @property
     def identity(self) -> str:
         """The directory with links followed; blocks unless it was located."""
-        return self._located or os.path.realpath(self._path)
+        return self._located or _followed(self._path)
 
     async def identify(self) -> str:
         """Follow links on a thread of its own: those of the engine are for what answers."""
         if self._located:
             return self._located
-        follow = functools.partial(os.path.realpath, self._path)
+        follow = functools.partial(_followed, self._path)
         try:
             return await run_or_give_up(follow, None, "ckptio-locate", self._path)
         except TimeoutError:  # no thread begins
@@ -114,7 +115,7 @@ class LocalStorage:
         """Have a server say something: what is kept of it here may be shown while it hangs."""
         with contextlib.suppress(OSError):
             os.close(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK))
-        return os.path.realpath(self._path)
+        return _followed(self._path)
 
     @property
     def gap_nbytes(self) -> int:
@@ -351,6 +352,17 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
         status.st_mtime_ns,
         status.st_ctime_ns,
     )
+
+
+def _followed(path: str) -> str:
+    """Follow links. Never raises: where one cannot be read, whoever opens what is there says so.
+
+    Before 3.13, Python raises where somebody replaces a link just as it is followed.
+    """
+    for _ in range(_MAX_FOLLOWING):
+        with contextlib.suppress(OSError):
+            return os.path.realpath(path)
+    return path
 
 
 def _hint(path: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio import Engine, KeepLast, sync
+from ckptio._looks import _MAX_LOOKS
 from ckptio.engine import progress
 from ckptio.errors import CheckpointChangedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveQueued
@@ -161,6 +162,25 @@ async def test_a_load_that_is_cancelled_waits_for_it_no_more(tmp_path: Path, mou
             async with asyncio.timeout(30):
                 with pytest.raises(asyncio.CancelledError):
                     await load
+
+
+async def test_however_many_were_cancelled_what_lies_beside_it_is_saved_and_loaded(
+    tmp_path: Path, mount: Mount
+) -> None:
+    """Each has left a thread that hangs."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    async with Engine(SMALL) as engine:
+        await engine.save(random_state(SIZES), far)
+        with mount.hanging():
+            loads = [asyncio.create_task(engine.load(far)) for _ in range(_MAX_LOOKS)]
+            while len(mount.waited) < _MAX_LOOKS:
+                await asyncio.to_thread(mount.wait_until_hung, str(far))
+            for load in loads:
+                load.cancel()
+            await asyncio.wait(loads)
+            async with asyncio.timeout(30):
+                await engine.save(filled_state(SIZES, 1), near)
+                assert_same(await engine.load(near), filled_state(SIZES, 1))
 
 
 def test_so_it_does_with_the_steps_of_a_run(tmp_path: Path, mount: Mount) -> None:

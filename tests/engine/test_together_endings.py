@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -22,7 +24,7 @@ from ckptio.errors import (
     StorageError,
     UnsupportedLeafError,
 )
-from ckptio.format.manifest import decode_manifest
+from ckptio.format.manifest import MANIFEST_NAME, decode_manifest
 from ckptio.runtime import saving, streams
 from ckptio.testing import MemoryStorage, run_virtual
 from ckptio.testing.memory import MemoryAttempt
@@ -40,6 +42,7 @@ from tests.rig import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
+    from pathlib import Path
 
     from ckptio import Engine
     from ckptio.handle import SaveHandle
@@ -1092,3 +1095,27 @@ def test_after_different_calls_no_rank_meets_the_next_one_of_another(way: str) -
             assert ranks.place.manifest == before
 
     run(scenario(), seed=0)
+
+
+def test_a_link_that_moves_behind_the_commit_fails_it_on_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others ask where it leads when rank 0 has committed, and it cannot be read just then."""
+    link, read, followed = tmp_path / "link", os.readlink, [""]
+    (tmp_path / "place").mkdir()
+    link.symlink_to("place")
+
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        if path == str(link) and (tmp_path / "place" / MANIFEST_NAME).exists():
+            followed.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return read(path, *args, **options)
+
+    async def scenario() -> None:
+        async with job(3, directory=link) as ranks:
+            infos = await outcomes_of(begin_saves(ranks))
+            assert not any(isinstance(info, BaseException) for info in infos), infos
+
+    monkeypatch.setattr(os, "readlink", fail)
+    run(scenario(), seed=0)
+    assert str(link) in followed

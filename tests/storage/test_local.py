@@ -499,6 +499,37 @@ async def test_a_link_that_leads_nowhere_is_named(
     assert names_in(tmp_path) == ["link"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO, errno.ETIMEDOUT])
+@pytest.mark.parametrize("is_once", [False, True])
+async def test_a_link_that_cannot_be_read_as_it_is_followed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, is_once: bool
+) -> None:
+    """Somebody replaces it just then, or its server fails: what it leads to is there."""
+    link, read, failed = tmp_path / "link", os.readlink, [""]
+    (tmp_path / "place").mkdir()
+    link.symlink_to("place")
+
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        if path == str(link) and not (is_once and path in failed):
+            failed.append(path)
+            raise OSError(code, os.strerror(code), path)
+        return read(path, *args, **options)
+
+    async with ckptio.Engine(SMALL) as engine:
+        for value in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "readlink", fail)
+                await engine.save(filled_state([100], value), link, overwrite=True)
+                failed.clear()
+                assert_same(await engine.load(link), filled_state([100], value))
+    assert failed
+    storage = LocalStorage(str(link), SMALL, ThreadPoolExecutor(1), EventLog())
+    with monkeypatch.context() as patch:
+        failed.clear()
+        patch.setattr(os, "readlink", fail)
+        assert storage.identity in {str(link), str(tmp_path / "place")}  # the latter by luck
+
+
 async def test_files_that_the_replaced_manifest_names_too_stay(
     tmp_path: Path, executor: Executor
 ) -> None:
