@@ -43,7 +43,7 @@ def require_selected(
                 f" `ckptio show {path}` lists the names"
             )
         if restoration.is_empty and not any(is_of_others):
-            raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
+            raise _accepts_none(path)
         return
     if not restoration.is_empty or request.strict == "report":
         return
@@ -52,3 +52,11 @@ def require_selected(
     is_unknown = match is not None and bool(match.unexpected) and request.num_ranks == 1
     if match is not None and (match.missing or match.mismatched or (keep and is_unknown)):
         raise TargetError(nothing_fits(match, path, request.into, manifest, request.rank))
+    if keep is None or match is None or match.unexpected:
+        return
+    if not any(keep(name) for name in names_kept_for_ranks(manifest)):  # nor has either such a name
+        raise _accepts_none(path)
+
+
+def _accepts_none(path: str) -> TargetError:
+    return TargetError(f"select= accepts no name that checkpoint {path!r} and target have")

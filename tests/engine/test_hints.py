@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptio import sync
+from ckptio import PerRank, sync
 from ckptio.errors import MismatchError, TargetError
 from tests.strategies import SMALL
 
@@ -202,6 +202,20 @@ def test_a_selection_that_the_target_has_under_another_name_is_told(
     more = {**target, "step": 0}
     engine.load(tmp_path / "c", into=more, select=["model", "step"], strict="ignore")
     assert more["step"] == 1
+
+
+@pytest.mark.parametrize("select", ["modle", ["modle", "*.wieght"], lambda _: False])
+def test_a_selection_of_nothing_is_told_also_where_what_fits_would_do(
+    engine: sync.Engine, tmp_path: Path, select: Any
+) -> None:
+    """A mistyped name is no reason to train on from what was made at random."""
+    engine.save({"model": torch.nn.Linear(2, 2), "each": PerRank(1)}, tmp_path / "c")
+    target: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "each": PerRank(0)}
+    with pytest.raises(TargetError, match="select= accepts no name that checkpoint"):
+        engine.load(tmp_path / "c", into=target, select=select, strict="ignore")
+    engine.load_with_report(tmp_path / "c", into=target, select=select)
+    engine.load(tmp_path / "c", into=target, select=["modle", "each"], strict="ignore")
+    assert target["each"].value == 1
 
 
 def test_no_place_is_named_where_there_are_several(engine: sync.Engine, tmp_path: Path) -> None:
