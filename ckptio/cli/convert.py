@@ -35,6 +35,7 @@ def run(
 ) -> int:
     """Convert a checkpoint, and give the exit code."""
     from ckptio.conversion.convert import run_convert  # noqa: PLC0415  # imports torch
+    from ckptio.conversion.unfit import UnfitError  # noqa: PLC0415  # as above
     from ckptio.state.leaves import named_dtype  # noqa: PLC0415  # as above
 
     terminal, names = Terminal(), (shown_url(source), shown_url(target))
@@ -58,7 +59,8 @@ def run(
                 progress=advance,
             )
     except CheckpointError as error:
-        code = DAMAGED if state_of(error) == "damaged" else FAILED
+        is_damaged = state_of(error) == "damaged" and not isinstance(error, UnfitError)
+        code = DAMAGED if is_damaged else FAILED
         path = getattr(error, "filename", None)  # in the source, or where it is written
         where = f"{path}: " if isinstance(path, str) else ""
         result["error"] = f"{where}{explain(error)}"

@@ -45,8 +45,9 @@ from ckptio.conversion.own import (
 )
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, require_dict
+from ckptio.conversion.unfit import UnfitError
 from ckptio.engine.attempt_end import may_go_on
-from ckptio.errors import CheckpointError, CheckpointExistsError, FormatError
+from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.dcp import METADATA
 from ckptio.layout import BIT_DTYPES
 from ckptio.storage.blocks import storage_error
@@ -149,7 +150,7 @@ def write_dcp(
 
     Raises:
         CheckpointExistsError: There is one, and it may not go.
-        FormatError: The state is no dict, or has elements that DCP does not know, or parts that
+        UnfitError: The state is no dict, or has elements that DCP does not know, or parts that
             would have one name.
     """
     if not overwrite and os.path.lexists(f"{path}/{METADATA}"):
@@ -162,7 +163,7 @@ def write_dcp(
     def stand_in(index: int) -> torch.Tensor:
         entry = source.manifest.tensors[index]
         if entry.dtype in BIT_DTYPES:
-            raise FormatError(
+            raise UnfitError(
                 f"{entry.name!r} has elements of type {entry.dtype}, which DCP cannot write: it"
                 " takes their size to be that of an integer; leave it out with select="
             )
@@ -224,12 +225,12 @@ def _require_names(state: dict[str, Any], path: str) -> None:
     """Refuse a state of which two parts would have one name.
 
     Raises:
-        FormatError: Two would.
+        UnfitError: Two would.
     """
     try:
         flatten_state_dict(state)
     except ValueError as error:
-        raise FormatError(
+        raise UnfitError(
             f"two parts of the state in {path!r} have one name for DCP, which joins keys by dots:"
             f" {error}; rename one, or leave it out with select="
         ) from None

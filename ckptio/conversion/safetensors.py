@@ -26,11 +26,12 @@ from ckptio.conversion.own import (
 )
 from ckptio.conversion.source import PART_NBYTES, Leaf, parts_of, read_views, require_text
 from ckptio.conversion.stream import StreamWriter
+from ckptio.conversion.unfit import UnfitError
 from ckptio.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CommitConflictError,
     ConfigError,
-    FormatError,
     StorageError,
 )
 from ckptio.format.bucket import StoredTensor, encode_header
@@ -139,6 +140,7 @@ def write_file(
         raise
     if written.was_there:
         sync_kept(os.path.dirname(absolute(path)), config)
+        _drop_aside(path)
     return [written]
 
 
@@ -147,7 +149,7 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
 
     Raises:
         ConfigError: There is something else, or no tensor.
-        FormatError: Names clash.
+        UnfitError: Names clash.
     """
     taken: list[Leaf] = []
     lost = [name for name, node in all_leaves("", source.tree) if tensor_index(node) is None]
@@ -171,9 +173,7 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
         raise ConfigError(f"there is no tensor to write in {source.path!r}")
     names = [leaf.name for leaf in taken]
     if len(set(names)) < len(names) or "__metadata__" in names:
-        raise FormatError(
-            f"two tensors in {source.path!r} have one name, or one has a reserved one"
-        )
+        raise UnfitError(f"two tensors in {source.path!r} have one name, or one has a reserved one")
     # wide elements first, so that all lie on multiples of their size; then as they lie there
     taken.sort(key=lambda leaf: (-DTYPES[leaf.dtype].itemsize, _position(leaf)))
     return taken
@@ -273,6 +273,27 @@ def _cut(fd: int, path: str) -> None:
     os.ftruncate(fd, 0)
 
 
+def _aside(path: str) -> str:
+    """Name what a file is written as until it is whole."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return f"{folder}/.{name}.partial"
+
+
+def _drop_aside(path: str) -> None:
+    """Remove what a conversion that was killed had begun, of another source: nobody goes on."""
+    aside = _aside(path)
+    fd = -1
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        take_lock(fd, aside, path)  # else somebody is writing it
+        os.unlink(aside)
+    except (CheckpointError, OSError):
+        pass  # it is not there, as a rule; and in nobody's way
+    finally:
+        if fd >= 0:
+            PosixFiles().close(fd)
+
+
 def replace_file(
     path: str, fill: Callable[[int], None], *, overwrite: bool, config: CheckpointConfig
 ) -> None:
@@ -286,8 +307,8 @@ def replace_file(
         StorageError: It cannot be written; what was there is untouched, unless it was the sync of
             the directory that failed: then the new file has the name, but may lose it.
     """
-    folder, name = os.path.split(os.path.abspath(path))
-    aside = f"{folder}/.{name}.partial"
+    folder, _ = os.path.split(os.path.abspath(path))
+    aside = _aside(path)
     fd = -1
     try:
         # not cut before it is locked: another conversion may be writing it

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.conversion.strip import below
+from ckptio.conversion.unfit import UnfitError
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, FormatError, TargetError, shown, some_of
+from ckptio.errors import ConfigError, TargetError, shown, some_of
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, nbytes_of, numel
 from ckptio.plan.load import plan_load
@@ -386,5 +387,5 @@ def new_like(entry: TensorEntry) -> torch.Tensor:
 def require_dict(state: Any, path: str) -> dict[str, Any]:
     """Refuse a state that has no names at its top."""
     if not isinstance(state, dict):
-        raise FormatError(f"the state in {path!r} is no dict: it has no names to be saved under")
+        raise UnfitError(f"the state in {path!r} is no dict: it has no names to be saved under")
     return state

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError, FormatError
+from ckptio.conversion.unfit import UnfitError
+from ckptio.errors import ConfigError
 from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.state.tree import children, tensor_index
 
@@ -22,7 +23,7 @@ def below(tree: Json, name: str) -> Json:
 
     Raises:
         ConfigError: It is a tensor's.
-        FormatError: Two values below it have one name.
+        UnfitError: Two values below it have one name.
     """
     exact: list[Json] = []
     inside: list[tuple[str, Json]] = []
@@ -47,11 +48,11 @@ def _joined(name: str, exact: list[Json], inside: list[tuple[str, Json]]) -> Jso
     if len(exact) == len(others) == 1 and len(inside) == len(_items("", exact[0])):
         return exact[0]  # all of it is its own: as it is
     if not all(map(_has_names, others)):
-        raise FormatError(f"two values are called {name!r}")
+        raise UnfitError(f"two values are called {name!r}")
     joined: dict[str, Json] = {}
     for key, item in inside:
         if key in joined:
-            raise FormatError(f"two values are called {f'{name}.{key}'!r}")
+            raise UnfitError(f"two values are called {f'{name}.{key}'!r}")
         joined[key] = item
     return {TAG: "dict", "v": inside} if TAG in joined else joined
 

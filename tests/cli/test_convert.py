@@ -61,6 +61,26 @@ def test_convert_tells_wrong_usage_from_damage(
     assert list(load_file(target)) == ["x"]
 
 
+def test_a_checkpoint_that_another_format_cannot_hold_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is whole, as `verify` says: whoever throws away what is damaged is to keep it."""
+    one, two = torch.ones(1), torch.zeros(1)
+    twice = save_at(tmp_path / "twice", {"m": {"a.b": one, "a": {"b": two}}})
+    alone = save_at(tmp_path / "alone", one)
+    target = str(tmp_path / "out")
+    for source, *options in (
+        (twice, "--to=safetensors"),
+        (twice, "--to=hf"),
+        (twice, "--to=dcp"),
+        (twice, "--to=ckptio", "--strip=m.a"),
+        (alone, "--to=dcp"),
+    ):
+        code, document = run_json(capsys, "convert", str(source), target, *options)
+        assert (code, document["state"]) == (2, "failed"), document
+    assert main(["verify", str(twice), str(alone)]) == 0
+
+
 def test_convert_says_of_which_place_an_error_is(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -385,3 +385,24 @@ def test_two_conversions_to_one_place_do_not_meet(to: Any, tmp_path: Path) -> No
     found = sync.load(target, config=FILES)
     assert_same_state(dict(sorted(found.items())), state)
     assert not list(tmp_path.rglob("*partial"))
+
+
+def test_what_a_killed_conversion_of_another_source_began_goes(tmp_path: Path) -> None:
+    """Also where the file is there already, and nothing is written; but not while it is written."""
+    for name in ("a", "b"):
+        sync.save({"w": torch.full((5000,), float(ord(name)))}, tmp_path / name, config=FILES)
+    target = tmp_path / "x.safetensors"
+    options: dict[str, Any] = {"to": "safetensors", "overwrite": True, "config": FILES}
+    sync.convert(tmp_path / "a", target, **options)
+    (tmp_path / ".x.safetensors.partial").write_bytes(bytes(9000))  # of "b", which was killed
+    (file,) = sync.convert(tmp_path / "a", target, **options).files
+    assert file.was_there
+    assert names_in(tmp_path) == ["a", "b", "x.safetensors"]
+
+    def progress(done: int, total: int) -> None:
+        del done, total
+        sync.convert(tmp_path / "a", target, **options)
+
+    sync.convert(tmp_path / "b", target, progress=progress, **options)
+    assert load_file(target)["w"][0] == float(ord("b"))
+    assert names_in(tmp_path) == ["a", "b", "x.safetensors"]
