@@ -162,7 +162,7 @@ class Threads(concurrent.futures.Executor):
 
     def _watch(self) -> None:
         """See to it that somebody looks, in a while, whether all threads hang."""
-        if self._is_watched or self._hung_s is None or len(self._hung) >= _MAX_HUNG:
+        if self._is_watched or self._hung_s is None:
             return
         with contextlib.suppress(RuntimeError):  # no loop runs here: another's work will do it
             loop = asyncio.get_running_loop()
@@ -175,9 +175,11 @@ class Threads(concurrent.futures.Executor):
             self._is_watched = False
             if self._closed or self._num_waiting <= self._num_idle:
                 return
-            if self._num_ended == num_ended:
+            # those that are idle are about to take work, when they get a core
+            is_stuck = self._num_ended == num_ended and self._num_idle == 0
+            if is_stuck and len(self._hung) < _MAX_HUNG:
                 self._hung.update(self._threads)
-                for _ in range(min(self._num_waiting - self._num_idle, self.max_threads)):
+                for _ in range(min(self._num_waiting, self.max_threads)):
                     self._begin_thread()
             self._watch()
 

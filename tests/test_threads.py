@@ -146,6 +146,45 @@ async def test_there_is_an_end_to_those_that_hang(
     threads.shutdown()
 
 
+async def test_those_that_hang_are_told_when_others_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who is back ends, as another has its place: that one may hang by then, too."""
+    monkeypatch.setattr(_threads, "_MAX_HUNG", 1)
+    threads = Threads(1, "few", HUNG_S)
+    with Hung() as next_, Hung() as hung:
+        first = begin(threads, hung, 1)
+        await asyncio.to_thread(hung.wait_for, 1)
+        second = begin(threads, next_, 1)
+        await asyncio.to_thread(next_.wait_for, 1)
+        third = asyncio.create_task(run_blocking(threads, len, ()))
+        await asyncio.wait([third], timeout=2 * HUNG_S)
+        assert not third.done()
+        hung.go_on.set()
+        await asyncio.wait([third], timeout=10)
+        assert third.done()
+    await asyncio.gather(*first, *second)
+    threads.shutdown()
+
+
+async def test_those_that_wait_for_a_core_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has ended, as they have taken nothing yet."""
+    threads = Threads(1, "few", HUNG_S)
+    has_core, serve = threading.Event(), threads._serve
+
+    def serve_late() -> None:
+        assert has_core.wait(60)
+        serve()
+
+    monkeypatch.setattr(threads, "_serve", serve_late)
+    calls = [asyncio.create_task(run_blocking(threads, len, ())) for _ in range(2)]
+    await asyncio.wait(calls, timeout=3 * HUNG_S)
+    assert num_of(threads) == 1
+    has_core.set()
+    await asyncio.gather(*calls)
+    threads.shutdown()
+
+
 async def test_none_begins_when_they_are_to_end() -> None:
     """Those that hang do what waits as soon as they can."""
     threads = Threads(1, "few", HUNG_S)

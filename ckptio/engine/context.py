@@ -51,7 +51,7 @@ V = TypeVar("V")
 
 _MAX_PLANS = 8
 _MAX_RECEIVED = 2
-_MAX_OPEN_FILES = 32
+MAX_OPEN_FILES = 32
 #: Bytes of the page cache that are mapped at a time, at most: they count as memory of the
 #: process, and a load has its pool and this.
 _MAX_MAPPED_NBYTES = 64 * MiB
@@ -152,7 +152,7 @@ class EngineContext:
         # more than any rank refers to
         self.jobs = Recent(4 * _MAX_PLANS)
         self.received = Recent(_MAX_RECEIVED)
-        self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
+        self.files = asyncio.Semaphore(MAX_OPEN_FILES)
         self.lanes = asyncio.Semaphore(self.config.max_reads)
         self.cached_lanes = asyncio.Semaphore(num_cached_lanes(self.config))
         self.saves = asyncio.Semaphore(self.config.max_saves)

@@ -43,6 +43,42 @@ if TYPE_CHECKING:
 _TURN_S = 0.1
 
 
+class Gate:
+    """Lets some of what a load does through, and of what all loads of the engine do.
+
+    Who takes long, on a mount whose server is gone, say, lets other loads through. The load itself
+    has no more than its own share however long that takes: it would take all slabs.
+
+    Args:
+        shared: Of all loads.
+        max_own: Of this one.
+    """
+
+    def __init__(self, shared: asyncio.Semaphore, max_own: int) -> None:
+        self._shared = shared
+        self._own = asyncio.Semaphore(max_own)
+
+    @contextlib.asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait to be let through, and be there for the length of the block."""
+        async with self._own:
+            await self._shared.acquire()
+            is_in = True
+
+            def leave() -> None:
+                nonlocal is_in
+                if is_in:
+                    is_in = False
+                    self._shared.release()
+
+            timer = asyncio.get_running_loop().call_later(HUNG_S, leave)
+            try:
+                yield
+            finally:
+                timer.cancel()
+                leave()
+
+
 @dataclass(slots=True)
 class Lanes:
     """What lanes share.
@@ -51,7 +87,7 @@ class Lanes:
         left: Ranges to be read. Whoever clears it lets all threads end with the range they
             are at.
         num: How many lanes there are.
-        gate: Lets some of all lanes of the engine through.
+        gate: Lets some of all lanes of the load through, and of the engine.
         opened: Lends the file of a range, on a thread.
         waiting: Those that wait for the gate, or for a slab.
         lock: Held by whoever looks whether the next range fits, and takes it.
@@ -59,7 +95,7 @@ class Lanes:
 
     left: deque[ReadSegment]
     num: int
-    gate: asyncio.Semaphore
+    gate: Gate
     opened: Opened
     waiting: set[asyncio.Task[None]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,7 +147,7 @@ async def read_in_lane(
         while lanes.left:
             lanes.waiting.add(lane)
             async with (
-                _passing(lanes.gate),
+                lanes.gate.passing(),
                 context.pool.lease(for_device=reading.holds_slabs) as slab,
             ):
                 lanes.waiting.discard(lane)
@@ -136,26 +172,6 @@ async def read_in_lane(
         # that was loaded would stay in memory until Python collects garbage
         lanes.waiting.discard(lane)
         del lane
-
-
-@contextlib.asynccontextmanager
-async def _passing(gate: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Pass a gate; who takes long, on a mount whose server is gone, say, lets others through."""
-    await gate.acquire()
-    is_in = True
-
-    def leave() -> None:
-        nonlocal is_in
-        if is_in:
-            is_in = False
-            gate.release()
-
-    timer = asyncio.get_running_loop().call_later(HUNG_S, leave)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        leave()
 
 
 def _read_turn(

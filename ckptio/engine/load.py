@@ -10,14 +10,15 @@ beside the targets is the pool, whatever the size of the state.
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings, run_blocking
 from ckptio._gc import without_collection
 from ckptio.config import MiB
-from ckptio.engine.context import num_cached_lanes, settle
+from ckptio.engine.context import MAX_OPEN_FILES, num_cached_lanes, settle
 from ckptio.engine.landing import bring, opened
-from ckptio.engine.lanes import Lanes, have_read, lend, open_each, read_in_lane
+from ckptio.engine.lanes import Gate, Lanes, have_read, lend, open_each, read_in_lane
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError, StateError
 from ckptio.events import LoadStarted
 from ckptio.plan.load import plan_load
@@ -37,6 +38,15 @@ if TYPE_CHECKING:
 #: Of a file that is opened, read and closed in one visit to a thread, if there are several: what
 #: a disk reads in less than a millisecond.
 _SMALL_NBYTES = MiB
+
+
+@dataclass(slots=True)
+class _Gates:
+    """What a load has to pass, beside others; see `EngineContext`."""
+
+    files: Gate
+    lanes: Gate
+    cached_lanes: Gate
 
 
 async def check_sizes(reading: Reading, files: Sequence[int], context: EngineContext) -> set[int]:
@@ -98,14 +108,20 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
     by_file: dict[int, list[ReadSegment]] = {}
     for segment in plan.segments:
         by_file.setdefault(segment.file, []).append(segment)
-    small = await _small_files(by_file, reading, context)
+    gates = _Gates(
+        Gate(context.files, MAX_OPEN_FILES),
+        Gate(context.lanes, context.config.max_reads),
+        Gate(context.cached_lanes, num_cached_lanes(context.config)),
+    )
+    small = await _small_files(by_file, reading, context, gates)
     try:
         async with Siblings() as group:
             if small is not None:
                 _start_lanes(small, group, "small files", reading, context, total)
             for file, segments in by_file.items():
                 group.create_task(
-                    _read_file(file, segments, reading, context, total), name=f"read file {file}"
+                    _read_file(file, segments, reading, context, gates, total),
+                    name=f"read file {file}",
                 )
     except CheckpointChangedError:
         context.cache.forget(reading.storage)  # what is trusted for a while misleads
@@ -115,7 +131,7 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
 
 
 async def _small_files(
-    by_file: dict[int, list[ReadSegment]], reading: Reading, context: EngineContext
+    by_file: dict[int, list[ReadSegment]], reading: Reading, context: EngineContext, gates: _Gates
 ) -> Lanes | None:
     """Take small files out, if there are several that can be opened on the thread that reads.
 
@@ -123,6 +139,7 @@ async def _small_files(
         by_file: Ranges by file; the others stay.
         reading: The checkpoint.
         context: The engine.
+        gates: Those of the load.
     """
     small = [
         file
@@ -134,7 +151,7 @@ async def _small_files(
         return None
     left = collections.deque(by_file.pop(file)[0] for file in small)
     num = min(len(left), context.config.max_reads)
-    return Lanes(left, num, context.lanes, open_each(open_file, reading))
+    return Lanes(left, num, gates.lanes, open_each(open_file, reading))
 
 
 def _start_lanes(
@@ -215,12 +232,13 @@ async def _read_file(
     segments: Sequence[ReadSegment],
     reading: Reading,
     context: EngineContext,
+    gates: _Gates,
     total_nbytes: int,
 ) -> None:
     """Read the ranges of one file."""
     entry = reading.manifest.files[file]
     async with (
-        context.files,
+        gates.files.passing(),
         opened(reading.storage, entry.name, entry.nbytes, context) as source,
         Siblings() as group,
     ):
@@ -232,9 +250,9 @@ async def _read_file(
                 )
         else:
             if source.is_cached:
-                num, gate = num_cached_lanes(context.config), context.cached_lanes
+                num, gate = num_cached_lanes(context.config), gates.cached_lanes
             else:
-                num, gate = context.config.max_reads, context.lanes
+                num, gate = context.config.max_reads, gates.lanes
             lanes = Lanes(collections.deque(segments), min(len(segments), num), gate, lend(source))
             _start_lanes(lanes, group, entry.name, reading, context, total_nbytes)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: begun, what is wrong with its storage is raised to who waits for that. From then on it is what
 #: a disk or a near store says; one that does not answer holds nobody up.
 _FIRST_PATIENCE_S, _PATIENCE_S = 10.0, 0.1
+#: Files of a save that are closed at the same time: as many as an engine has threads for that.
+_MAX_CLOSES = 4
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class SaveProgress:
             those of other saves are next.
         turns: `turns[i]` is set once segment i-1 has ended, where files are written one slab at a
             time; empty where several are.
+        closes: Of files that are closed, and so synced: as `writes`.
         written_nbytes: Bytes of segments that are written.
         writes_go: That nobody waits for copies any more, or that they need slabs.
         attempt: What files are made in.
@@ -51,6 +54,7 @@ class SaveProgress:
     leases: list[asyncio.Event]
     writes: asyncio.Semaphore
     turns: list[asyncio.Event] = field(default_factory=list)
+    closes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CLOSES))
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
     attempt: Made[Attempt] = field(default_factory=Made)

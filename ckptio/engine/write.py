@@ -147,7 +147,8 @@ async def _carry(file: _File, job: SaveJob, context: EngineContext, progress: Sa
     if isinstance(made, AwaitedSink):
         await made.close()
     else:
-        await run_blocking(context.executor, made.close)
+        async with progress.closes:
+            await run_blocking(context.executor, made.close)
     file.is_closed = True
 
 

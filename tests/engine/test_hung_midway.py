@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio import _threads, sync
-from ckptio.engine import lanes
+from ckptio.engine import context, lanes
 from ckptio.runtime import make_context
 from ckptio.storage import linux
 from tests.mounts import HangingFiles, Mount
@@ -81,3 +81,41 @@ def test_so_they_do_beside_loads_that_hang(tmp_path: Path, mount: Mount) -> None
                 assert_same(engine.load(near), filled_state(MANY, value))
         for load in hung:
             assert_same(load.result(), random_state(MANY))
+
+
+def test_a_load_takes_no_more_than_its_share(tmp_path: Path, mount: Mount) -> None:
+    """However long it hangs: other lanes of it would take all slabs, and open all files."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    many = [2 * SMALL.slab_nbytes] * (context.MAX_OPEN_FILES + 8)
+    config = config_with(bucket_nbytes=SMALL.slab_nbytes, max_reads=3)
+    sync.save(random_state(many), far, config=config)
+    with engine_at(mount, "pread", config) as engine, ThreadPoolExecutor(2) as pool:
+
+        def go_on() -> None:
+            for value in (1, 2, 3, 4):
+                engine.save(filled_state(many[:2], value), near, overwrite=True)
+                assert_same(engine.load(near), filled_state(many[:2], value))
+
+        with mount.hanging(at_once=False):
+            hung = pool.submit(engine.load, far)
+            mount.wait_until_hung("pread")
+            pool.submit(go_on).result(30)
+            assert sum("pread" in what for what in mount.waited) == 3
+        assert_same(hung.result(), random_state(many))
+
+
+def test_a_save_of_many_files_hangs_in_few(tmp_path: Path, mount: Mount) -> None:
+    """It closes some at a time: all of them would take more threads than may hang."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    many = [4_000] * 100
+    config = config_with(pool_nbytes=16 * SMALL.pool_nbytes, bucket_nbytes=4_000)
+    with engine_at(mount, "fsync", config) as engine, ThreadPoolExecutor(1) as pool:
+        with mount.hanging(at_once=False):
+            hung = engine.start_save(random_state(many), far)
+            hung.staged.wait()
+            mount.wait_until_hung("fsync", "/data-")
+            pool.submit(engine.save, filled_state(MANY, 1), near).result(30)
+            assert sum("fsync" in what for what in mount.waited) == 4
+        hung.result()
+        assert_same(engine.load(near), filled_state(MANY, 1))
+        assert_same(engine.load(far), random_state(many))

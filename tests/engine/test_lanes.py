@@ -212,7 +212,8 @@ def test_a_small_file_that_fails_ends_the_load_and_stays_open_nowhere(number: in
 def test_a_range_that_does_not_fit_is_left_where_it_is() -> None:
     """Never out and in again: a lane that saw none left would end the others."""
     ranges = [ReadSegment(0, 0, nbytes, (), ()) for nbytes in (4, 9, 1)]
-    shared = lanes.Lanes(deque(ranges), 1, asyncio.Semaphore(), lanes.open_each(None, None))  # type: ignore[arg-type]  # nobody opens any
+    gate = lanes.Gate(asyncio.Semaphore(), 1)
+    shared = lanes.Lanes(deque(ranges), 1, gate, lanes.open_each(None, None))  # type: ignore[arg-type]  # nobody opens any
     assert shared.take(4) is ranges[0]
     assert shared.take(8) is None
     assert [*shared.left] == ranges[1:]
