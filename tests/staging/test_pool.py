@@ -184,6 +184,17 @@ async def test_memory_is_taken_once() -> None:
     pool.close()
 
 
+async def test_the_most_that_was_in_use_is_remembered() -> None:
+    """Also when less of it is lent again afterwards."""
+    pool = SlabPool(3 * PAGE, PAGE)
+    async with pool.lease(), pool.lease():
+        pass
+    async with pool.lease():
+        assert pool.statistics().leased_nbytes == PAGE
+        assert pool.statistics().peak_leased_nbytes == 2 * PAGE
+    pool.close()
+
+
 @pytest.mark.parametrize(
     ("asked", "taken"), [(None, 4), (0, 0), (1, 1), (PAGE, 1), (PAGE + 1, 2), (100 * PAGE, 4)]
 )
@@ -283,6 +294,50 @@ async def test_memory_that_cannot_be_pinned_is_lent_as_it_is() -> None:
     assert said == ["no more than this"]
     assert pinning.num_asked == 1
     pool.close()
+
+
+async def test_that_memory_cannot_be_pinned_is_said_once_by_those_who_tried_together() -> None:
+    """Two slabs are on their way to be pinned when the system refuses the first of them."""
+    said: list[str] = []
+    refused = asyncio.Event()
+
+    async def run_elsewhere(work: Callable[[], None]) -> None:
+        await refused.wait()
+        work()
+
+    pool = SlabPool(2 * PAGE, PAGE, run_elsewhere, said.append)
+    pinning = Refusing("pin")
+    pool.use_pinning(pinning)
+
+    async def borrow() -> None:
+        async with pool.lease(for_device=True) as slab:
+            assert not slab.pinned
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(borrow())
+        while pool.statistics().num_leases < 2:
+            await asyncio.sleep(0)
+        refused.set()
+    assert pinning.num_asked == 2
+    assert said == ["no more than this"]
+    pool.close()
+
+
+async def test_slabs_are_unpinned_by_who_has_pinned_them() -> None:
+    """The first one counts: saves and loads on other devices bring others."""
+    pins, others = Pins(), Pins()
+    said: list[str] = []
+    pool = SlabPool(2 * PAGE, PAGE, on_refused=said.append)
+    pool.use_pinning(pins)
+    async with pool.lease(for_device=True):
+        pool.use_pinning(others)
+        async with pool.lease(for_device=True):
+            pass
+    assert (pins.num_pins, others.num_pins) == (2, 0)
+    pool.close()
+    assert pins.pinned == {}
+    assert said == []
 
 
 @pytest.mark.parametrize("num_pinned", [3, 1])
@@ -511,6 +566,41 @@ async def test_who_waits_for_a_slab_that_is_lost_is_told(monkeypatch: pytest.Mon
     assert [type(end) for end in ends] == [CopiesLostError, StagingError, StagingError]
     assert pool.statistics().leased_nbytes == 0
     pool.close()
+
+
+def test_who_waits_for_a_slab_that_is_lost_is_told_though_another_gave_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cancelled in the very turn in which it is lost: the next one hears of it all the same."""
+
+    def refuse(_: int) -> Slab:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async def scenario() -> None:
+        pool = SlabPool(PAGE, PAGE)
+
+        async def wait() -> None:
+            async with pool.lease():
+                pass
+
+        waiting: list[asyncio.Task[None]] = []
+        kept = len(pool_module._lost)
+        with pytest.raises(CopiesLostError):
+            async with pool.lease():
+                for number in (1, 2):
+                    waiting.append(asyncio.create_task(wait()))
+                    while pool.statistics().num_waiting < number:
+                        await asyncio.sleep(0)
+                monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
+                waiting[0].cancel()
+                raise CopiesLostError("an event cannot be waited for")
+        del pool_module._lost[kept:]
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [asyncio.CancelledError, StagingError]
+        assert pool.statistics().leased_nbytes == pool.statistics().num_waiting == 0
+        pool.close()
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(

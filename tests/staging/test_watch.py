@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -28,6 +30,31 @@ def test_a_state_is_settled_once() -> None:
     assert known.settled() is None
     del tensor
     assert held.expired()
+
+
+def test_who_looks_while_another_drops_the_tensors_is_told_what_that_one_found() -> None:
+    """Several threads may be the first to learn that all is copied; one of them is the last."""
+
+    class Overtaken(SourceWatch):
+        """Another thread settles it as soon as this one has begun to look."""
+
+        is_looking = False
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name in ("tensors", "_versions") and self.is_looking:
+                self.is_looking = False
+                assert self.settled() == 1
+            return value
+
+    tensors = [torch.zeros(4), torch.zeros(4)]
+    watch = Overtaken(tensors)
+    watch.copied(is_known=False)
+    tensors[1].add_(1)
+    watch.is_looking = True
+    assert watch.settled() == 1
+    assert not watch.is_looking
+    assert not watch.tensors
 
 
 def test_what_nobody_counts_is_found_from_the_call_on() -> None:
