@@ -96,6 +96,8 @@ async def test_those_that_hang_do_not_count() -> None:
         await asyncio.to_thread(hung.wait_for, 2)
         assert await run_blocking(threads, len, (1, 2)) == 2
         threads._hung_s = None  # it is known by now
+        while threads._is_watched:
+            await asyncio.sleep(0)
         second = begin(threads, next_, 2)
         await asyncio.to_thread(next_.wait_for, 2)
         assert num_of(threads) == 4
@@ -117,16 +119,19 @@ async def test_those_that_hang_do_not_count() -> None:
 
 async def test_they_count_while_anything_ends() -> None:
     """What waits is next then."""
-    loop = asyncio.get_running_loop()
-    threads = Threads(2, "few", HUNG_S)
-    with Hung() as hung:
-        holds = begin(threads, hung, 1)
+    threads = Threads(2, "few", 60)  # it is looked here
+    with Hung() as next_, Hung() as hung:
+        calls = begin(threads, hung, 1)
         await asyncio.to_thread(hung.wait_for, 1)
-        until = loop.time() + 5 * HUNG_S
-        while loop.time() < until:
-            await asyncio.gather(*(run_blocking(threads, len, ()) for _ in range(300)))
+        before = threads._num_ended
+        await run_blocking(threads, len, ())
+        calls += begin(threads, next_, 2)
+        await asyncio.to_thread(next_.wait_for, 1)
+        threads._look(before)
         assert num_of(threads) == 2
-    await asyncio.gather(*holds)
+        threads._look(threads._num_ended)
+        assert num_of(threads) == 3
+    await asyncio.gather(*calls)
     threads.shutdown()
 
 
@@ -179,9 +184,10 @@ async def test_those_that_wait_for_a_core_do_not_hang(monkeypatch: pytest.Monkey
     monkeypatch.setattr(threads, "_serve", serve_late)
     calls = [asyncio.create_task(run_blocking(threads, len, ())) for _ in range(2)]
     await asyncio.wait(calls, timeout=3 * HUNG_S)
-    assert num_of(threads) == 1
+    num = num_of(threads)
     has_core.set()
     await asyncio.gather(*calls)
+    assert num == 1
     threads.shutdown()
 
 
