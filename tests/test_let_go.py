@@ -85,7 +85,7 @@ async def fail_on_a_loop(call: Callable[[], Awaitable[object]]) -> weakref.ref[H
     raise AssertionError
 
 
-def is_let_go(held: weakref.ref[Held]) -> bool:
+def is_let_go(held: weakref.ref[Any]) -> bool:
     """Wait for the engine's threads, which end their steps when a call has returned."""
     deadline = time.monotonic() + 20
     while held() is not None:
@@ -161,6 +161,19 @@ def test_an_awaited_save_that_failed_keeps_nothing(path: Path, kind: str) -> Non
         assert is_let_go(await fail_on_a_loop(lambda: ckptio.save({"t": torch.ones(3)}, to)))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("then", [None, "far"])
+def test_what_one_call_has_saved_keeps_nothing(path: Path, then: str | None) -> None:
+    """Its handle has what stops it, which knows the handle, until nothing is left to stop."""
+    to = None if then is None else path / then
+
+    async def save() -> weakref.ref[Any]:
+        handle = ckptio.save({"t": torch.ones(3)}, path / "new", then=to, config=SMALL)
+        await handle.durable
+        return weakref.ref(handle._moments)
+
+    assert is_let_go(asyncio.run(save()))
 
 
 def test_the_engine_keeps_no_save_whose_failure_was_seen_later(path: Path) -> None:

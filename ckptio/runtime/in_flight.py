@@ -70,13 +70,9 @@ class InFlight:
             self._closing.set()
 
     def begin_flow(self, permit: Callable[[], None], driver: Driver) -> None:
-        """Have a flow waited for, but for what `permit` refuses; see `begin`."""
+        """Have a flow waited for, until `end_flow`, also if `permit` refuses it; see `begin`."""
         self.flows.add(driver)
-        try:
-            permit()
-        except BaseException:
-            self.end_flow(driver)
-            raise
+        permit()
 
     def begin(
         self,

@@ -144,6 +144,30 @@ async def test_a_step_aborted_before_its_start_ends_at_its_first_await(core: Eng
         assert isinstance(running.end.exception(), asyncio.CancelledError)
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_a_step_that_fails_as_it_is_aborted_says_why(
+    core: EngineCore, *, is_left: bool
+) -> None:
+    """What went wrong counts for more than that somebody had it stopped."""
+    begun = threading.Event()
+
+    async def step(_: EngineContext) -> None:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise OSError("unplugged")
+
+    running = core.submit(step, "step")
+    await asyncio.to_thread(begun.wait)
+    if is_left:
+        core.abort_in_flight()
+    else:
+        running.abort()
+    with pytest.raises(OSError, match="unplugged"):
+        await running.end.wrapped()
+
+
 def test_an_engine_is_entered_once() -> None:
     """Before, after, and twice: a typed error."""
     core = EngineCore(SMALL, None)

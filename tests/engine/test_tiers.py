@@ -42,6 +42,7 @@ from ckptio.events import (
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, decode_note, encode_note
 from ckptio.moments import SaveMoments
+from ckptio.runtime.second_tier import is_copied
 from ckptio.testing import (
     EventLog,
     MemoryStorage,
@@ -1259,5 +1260,44 @@ def test_a_second_tier_out_of_reach_hides_nothing_of_the_first() -> None:
             with pytest.raises(CorruptionError) as damaged:
                 await engine.load("near/a", then="far/a")
             assert damaged.value.path == "near/a"
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_only_the_same_save_and_all_of_its_files_are_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody can tell, there is none: a step that counts as copied may be removed."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+
+            async def has_copy() -> bool:
+                return await is_copied(near, far, engine._core.context)
+
+            assert not await has_copy()
+            await engine.save(random_state(SIZES), "near/a")
+            assert not await has_copy()
+            await engine.save(random_state(SIZES), "far/a")
+            assert not await has_copy()
+            other = await far.read_manifest()
+            await engine.save(random_state(SIZES), "near/a", then="far/a", overwrite=True).durable
+            assert await has_copy()
+            with monkeypatch.context() as patch:  # nobody has removed the files yet
+
+                async def replaced() -> object:
+                    return other
+
+                patch.setattr(far, "read_manifest", replaced)
+                assert not await has_copy()
+            for storage in (near, far):
+                storage.fault = fail_kind("read_manifest")
+                assert not await has_copy()
+                storage.fault = None
+            assert await has_copy()
+            far.files.pop(max(far.files))
+            assert not await has_copy()
 
     run_virtual(scenario(), seed=0)

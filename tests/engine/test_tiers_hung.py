@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,14 +13,17 @@ from ckptio.errors import ConfigError, CorruptionError, StorageError
 from ckptio.events import SaveCommitted
 from ckptio.format.note import CopyNote, encode_note
 from ckptio.runtime import second_tier
+from ckptio.runtime.core import EngineCore
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.mounts import HangingFiles, Mount
 from tests.rig import SMALL, FilesCore, assert_same, config_with, filled_state, random_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ckptio.engine.context import EngineContext
     from ckptio.events import Event
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -187,3 +191,80 @@ def test_commits_wait_once_for_a_second_tier_that_hangs(
             handle = engine.start_save(random_state(SIZES), near / f"{i}", then=far / f"{i}" / "s")
             assert handle.result(30).path == str(near / f"{i}")
         mount.answer()
+
+
+class Tier:
+    """Says where it is when it is asked, or is given up.
+
+    Attributes:
+        answers: Whether it says so.
+        num_asked: How often it was asked.
+        meanwhile: What happens while it is asked.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = self.identity = name
+        self.answers = True
+        self.num_asked = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    async def locate(self) -> bool:
+        self.num_asked += 1
+        self.meanwhile()
+        return self.answers
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    core = EngineCore(SMALL, None)
+    core.start()
+    yield core
+    core.close()
+
+
+def commit(core: EngineCore, tier: Any) -> object:
+    """Look where a second tier is, as a save does; give the one that is taken for silent then."""
+    near: Any = Tier("near")
+    check = second_tier.look_for_other(core, near, tier)
+    assert check is not None
+
+    async def look(context: EngineContext) -> object:
+        await check()
+        while any("locate" in task.get_name() for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
+        return context.copies.silent
+
+    return core.call_blocking(look, "look")
+
+
+def test_while_one_is_silent_no_other_is_asked(core: EngineCore) -> None:
+    """That one is, as the next save begins; the others again when it has answered."""
+    one, other = Tier("one"), Tier("other")
+    one.answers = False
+    assert commit(core, one) is one
+    for times in (2, 3):
+        assert commit(core, other) is one
+        assert (one.num_asked, other.num_asked) == (times, 0)
+    one.answers, other.answers = True, False
+    assert commit(core, other) is other
+    assert (one.num_asked, other.num_asked) == (4, 1)
+    other.answers = True
+    assert commit(core, one) is None
+    assert (one.num_asked, other.num_asked) == (5, 2)
+
+
+def test_one_that_answers_says_nothing_of_another_that_was_found_silent(core: EngineCore) -> None:
+    """By a save that began meanwhile."""
+    one, other, third = Tier("one"), Tier("other"), Tier("third")
+    one.answers = False
+    assert commit(core, one) is one
+    one.answers = True
+    one.meanwhile = lambda: setattr(core.context.copies, "silent", other)
+    assert commit(core, third) is other
+
+
+def test_one_that_answers_after_a_commit_that_waited_is_silent_no_more(core: EngineCore) -> None:
+    """What was noted while it was asked holds until then."""
+    tier = Tier("far")
+    tier.meanwhile = lambda: setattr(core.context.copies, "silent", tier)
+    assert commit(core, tier) is None

@@ -197,6 +197,19 @@ def test_autograd_is_told() -> None:
     assert frozen.tolist() == [1, 1, 1, 1]
 
 
+def test_autograd_is_told_once_more_when_all_is_filled() -> None:
+    """What looked at a target between the first byte and the last has not seen all of it."""
+    target = torch.zeros(4)
+    state = TargetState([Destination(target, torch.float32)], None)
+    slab = Slab(4096)
+    slab.view[:16] = bits(torch.ones(4))
+    seen = target._version
+    state.scatter([(0, ((0, 0, 0, 16, None),))], slab, [])
+    state.mark_written()
+    assert target._version > seen
+    assert target.tolist() == [1, 1, 1, 1]
+
+
 def test_parameters_are_filled_in_place() -> None:
     """A leaf that requires grad is filled without a fuss and stays a leaf."""
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
@@ -227,6 +240,25 @@ def test_a_strided_source_of_another_shape_is_not_copied(
     tensor.data = change(tensor.data)
     (segment,) = plan.buckets[0].segments
     source.gather(segment, Slab(SMALL.slab_nbytes), [])
+    assert source.watch.changed() == 0
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_source_that_was_elsewhere_when_it_was_to_be_copied_is_not(*, is_strided: bool) -> None:
+    """Its old memory may be gone; that it is back by the end makes nothing of it whole."""
+    tensor, other = torch.ones(32, 32), torch.zeros(32, 32)
+    if is_strided:
+        tensor, other = tensor.t(), other.t()
+    (segment,) = plan_save([LeafSpec("t", "float32", (32, 32))], SMALL).buckets[0].segments
+    source = SourceState([tensor], None)
+    slab = Slab(SMALL.slab_nbytes)
+    slab.view[:] = b"\xee" * len(slab.view)
+    first = tensor.data
+    tensor.data = other
+    source.gather(segment, slab, [])
+    tensor.data = first
+    ((position, _, _, nbytes),) = segment.pieces
+    assert bytes(slab.view[position : position + nbytes]) == b"\xee" * nbytes
     assert source.watch.changed() == 0
 
 
@@ -308,28 +340,50 @@ def test_short_strided_tensors_are_copied_in_one_thread_at_a_time(
     assert all(torch.equal(*pair) for pair in zip(tensors, zeros, strict=True))
 
 
+class Turn:
+    """Says that somebody waits for a lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+        self.waits = threading.Event()
+
+    def __enter__(self) -> None:
+        self.waits.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_source_that_is_moved_while_others_are_copied_is_told_of() -> None:
+    """What waits for its turn is looked at again, and not copied from where it is meanwhile."""
+    tensor = torch.ones(32, 32).t()
+    (segment,) = plan_save([LeafSpec("t", "float32", (32, 32))], SMALL).buckets[0].segments
+    source = SourceState([tensor], None)
+    first = tensor.data
+    turn: Any = Turn(source._lock)
+    source._lock = turn
+    with ThreadPoolExecutor(1) as threads:
+        with turn.lock:
+            done = threads.submit(source.gather, segment, Slab(SMALL.slab_nbytes), [])
+            assert turn.waits.wait(60)
+            tensor.data = torch.zeros(32, 32).t()
+        done.result()
+    tensor.data = first
+    assert source.watch.changed() == 0
+
+
 def test_a_target_that_is_moved_while_others_are_copied_is_told_of() -> None:
     """What waits for its turn is looked at again: it was filled in part, without an error."""
     tensor = torch.zeros(32, 32).t()
     target = TargetState([Destination(tensor, torch.float32)], None)
     slab = Slab(SMALL.slab_nbytes)
-    waits = threading.Event()
-    lock = target._lock
-
-    class Turn:
-        def __enter__(self) -> None:
-            waits.set()
-            lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            lock.release()
-
-    turn: Any = Turn()
+    turn: Any = Turn(target._lock)
     target._lock = turn
     with ThreadPoolExecutor(1) as threads:
-        with lock:
+        with turn.lock:
             done = threads.submit(target.scatter, [(0, ((0, 0, 0, 4096, None),))], slab, [])
-            assert waits.wait(60)
+            assert turn.waits.wait(60)
             tensor.data = torch.zeros(32, 32).t()
         done.result()
     with pytest.raises(TargetError, match="moved in memory"):
