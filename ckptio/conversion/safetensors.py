@@ -6,6 +6,7 @@ final name is whole. (Not synced with `durability="none"`, as in a save.)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -28,7 +29,6 @@ from ckptio.conversion.source import PART_NBYTES, Leaf, parts_of, read_views, re
 from ckptio.conversion.stream import StreamWriter
 from ckptio.conversion.unfit import UnfitError
 from ckptio.errors import (
-    CheckpointError,
     CheckpointExistsError,
     CommitConflictError,
     ConfigError,
@@ -280,18 +280,18 @@ def _aside(path: str) -> str:
 
 
 def _drop_aside(path: str) -> None:
-    """Remove what a conversion that was killed had begun, of another source: nobody goes on."""
+    """Remove what a conversion that was killed had begun, of another source: nobody goes on.
+
+    Not where there are no locks: somebody may be writing it.
+    """
     aside = _aside(path)
     fd = -1
-    try:
+    with contextlib.suppress(OSError):  # it is not there, as a rule; and in nobody's way
         fd = os.open(aside, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        take_lock(fd, aside, path)  # else somebody is writing it
-        os.unlink(aside)
-    except (CheckpointError, OSError):
-        pass  # it is not there, as a rule; and in nobody's way
-    finally:
-        if fd >= 0:
-            PosixFiles().close(fd)
+        if PosixFiles().lock(fd) and os.path.samestat(os.lstat(aside), os.fstat(fd)):
+            os.unlink(aside)
+    if fd >= 0:
+        PosixFiles().close(fd)
 
 
 def replace_file(

@@ -46,37 +46,57 @@ _TURN_S = 0.1
 class Gate:
     """Lets some of what a load does through, and of what all loads of the engine do.
 
-    Who takes long, on a mount whose server is gone, say, lets other loads through. The load itself
-    has no more than its own share however long that takes: it would take all slabs.
+    A load of which nothing has come for a while, from a mount whose server is gone, say, lets other
+    loads through. The load itself has no more than its own share however long that takes: it would
+    take all slabs.
 
     Args:
         shared: Of all loads.
         max_own: Of this one.
+        reading: Says how much has come.
     """
 
-    def __init__(self, shared: asyncio.Semaphore, max_own: int) -> None:
+    def __init__(self, shared: asyncio.Semaphore, max_own: int, reading: Reading) -> None:
         self._shared = shared
         self._own = asyncio.Semaphore(max_own)
+        self._reading = reading
 
     @contextlib.asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
         """Wait to be let through, and be there for the length of the block."""
         async with self._own:
             await self._shared.acquire()
-            is_in = True
-
-            def leave() -> None:
-                nonlocal is_in
-                if is_in:
-                    is_in = False
-                    self._shared.release()
-
-            timer = asyncio.get_running_loop().call_later(HUNG_S, leave)
+            passage = _Passage(self._shared, self._reading)
             try:
                 yield
             finally:
-                timer.cancel()
-                leave()
+                passage.end()
+
+
+class _Passage:
+    """A place behind a gate, which goes to others where nothing comes."""
+
+    def __init__(self, shared: asyncio.Semaphore, reading: Reading) -> None:
+        self._shared: asyncio.Semaphore | None = shared
+        self._reading = reading
+        self._watch()
+
+    def end(self) -> None:
+        """Leave, if it was not left before."""
+        self._timer.cancel()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.release()
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HUNG_S, self._look, self._reading.read_nbytes)
+
+    def _look(self, read_nbytes: int) -> None:
+        if self._reading.read_nbytes == read_nbytes:
+            self.end()
+        else:
+            self._watch()
 
 
 @dataclass(slots=True)

@@ -109,9 +109,9 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
     for segment in plan.segments:
         by_file.setdefault(segment.file, []).append(segment)
     gates = _Gates(
-        Gate(context.files, MAX_OPEN_FILES),
-        Gate(context.lanes, context.config.max_reads),
-        Gate(context.cached_lanes, num_cached_lanes(context.config)),
+        Gate(context.files, MAX_OPEN_FILES, reading),
+        Gate(context.lanes, context.config.max_reads, reading),
+        Gate(context.cached_lanes, num_cached_lanes(context.config), reading),
     )
     small = await _small_files(by_file, reading, context, gates)
     try:

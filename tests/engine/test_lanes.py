@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+import types
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptio._threads import HUNG_S
 from ckptio.config import KiB, MiB
 from ckptio.engine import lanes
 from ckptio.engine.context import num_cached_lanes
@@ -212,7 +214,8 @@ def test_a_small_file_that_fails_ends_the_load_and_stays_open_nowhere(number: in
 def test_a_range_that_does_not_fit_is_left_where_it_is() -> None:
     """Never out and in again: a lane that saw none left would end the others."""
     ranges = [ReadSegment(0, 0, nbytes, (), ()) for nbytes in (4, 9, 1)]
-    gate = lanes.Gate(asyncio.Semaphore(), 1)
+    none: Any = None  # nobody reads
+    gate = lanes.Gate(asyncio.Semaphore(), 1, none)
     shared = lanes.Lanes(deque(ranges), 1, gate, lanes.open_each(None, None))  # type: ignore[arg-type]  # nobody opens any
     assert shared.take(4) is ranges[0]
     assert shared.take(8) is None
@@ -240,3 +243,23 @@ def test_fewer_lanes_map_larger_slabs() -> None:
     """What a load has of the page cache in memory stays within its allowance."""
     assert num_cached_lanes(config_with(slab_nbytes=128 * MiB, pool_nbytes=1024 * MiB)) == 1
     assert num_cached_lanes(config_with(max_reads=1)) == 1
+
+
+def test_a_load_that_is_slow_keeps_its_place_and_one_of_which_nothing_comes_does_not() -> None:
+    """Many slow ones at once would open more files than a process may."""
+
+    async def scenario(step_nbytes: int) -> bool:
+        reading: Any = types.SimpleNamespace(read_nbytes=0)
+        shared = asyncio.Semaphore(1)
+        async with lanes.Gate(shared, 1, reading).passing():
+            for _ in range(10):
+                await asyncio.sleep(HUNG_S / 2)
+                reading.read_nbytes += step_nbytes
+            is_held = shared.locked()
+        assert not shared.locked()
+        async with lanes.Gate(shared, 1, reading).passing():
+            assert shared.locked()
+        return is_held
+
+    assert run_virtual(scenario(1), seed=0)
+    assert not run_virtual(scenario(0), seed=0)
