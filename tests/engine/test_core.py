@@ -39,7 +39,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.engine.context import EngineContext
@@ -49,14 +49,6 @@ if TYPE_CHECKING:
 
 BIG_BLOCKS = config_with(block_nbytes=64 * 1024)
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
-
-
-@pytest.fixture
-def core() -> Iterator[EngineCore]:
-    core = EngineCore(SMALL, None)
-    core.start()
-    yield core
-    core.close()
 
 
 class Left(Exception):  # noqa: N818  # no error: a way out

@@ -13,18 +13,18 @@ from ckptio.errors import ConfigError, CorruptionError, StorageError
 from ckptio.events import SaveCommitted
 from ckptio.format.note import CopyNote, encode_note
 from ckptio.runtime import second_tier
-from ckptio.runtime.core import EngineCore
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.mounts import HangingFiles, Mount
 from tests.rig import SMALL, FilesCore, assert_same, config_with, filled_state, random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event
+    from ckptio.runtime.core import EngineCore
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [100_000, 3000]
@@ -212,14 +212,6 @@ class Tier:
         self.num_asked += 1
         self.meanwhile()
         return self.answers
-
-
-@pytest.fixture
-def core() -> Iterator[EngineCore]:
-    core = EngineCore(SMALL, None)
-    core.start()
-    yield core
-    core.close()
 
 
 def commit(core: EngineCore, tier: Any) -> object:
