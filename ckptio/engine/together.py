@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio._aio import run_blocking, shielded, take_back_cancel
+from ckptio._aio import outlive, run_blocking, shielded, take_back_cancel
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
@@ -100,7 +100,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
     except BaseException as error:
         # what was agreed on is agreed on anew, on all ranks
         context.agreements.clear()
-        committed = await save.clean_up(error)
+        committed = await _settled(save, error)
         if committed is not None:
             return committed
         if isinstance(error, RankError) and not error.in_doubt and context.ranks.world_size > 1:
@@ -113,6 +113,29 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
     except asyncio.CancelledError:
         take_back_cancel()
     return receipt
+
+
+async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None:
+    """Clean up, to the end: an abort that comes meanwhile comes too late for what is committed.
+
+    Raises:
+        RankError, StorageError: Nobody can tell whether it is; as `_JointSave.clean_up`.
+        asyncio.CancelledError: It is not, and was aborted meanwhile.
+    """
+    cleaning = asyncio.ensure_future(save.clean_up(error))
+    try:
+        try:
+            committed = await outlive(cleaning)
+        except asyncio.CancelledError:
+            committed = cleaning.result()  # or its doubt, which says more than the abort does
+            if committed is None:
+                raise
+            take_back_cancel()
+        if committed is not None and isinstance(error, asyncio.CancelledError):
+            take_back_cancel()
+        return committed
+    finally:
+        del cleaning, error  # it has an error that refers to this frame: no reference cycle
 
 
 class _JointSave:
@@ -243,8 +266,6 @@ class _JointSave:
         )
         if doubt is not None:
             raise doubt from problem or doubt.__cause__
-        if found is not None and isinstance(error, asyncio.CancelledError):
-            take_back_cancel()
         return found
 
     async def _look_back(self) -> SaveReceipt | None:

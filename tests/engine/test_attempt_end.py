@@ -35,3 +35,26 @@ async def test_what_was_stopped_stays_for_who_resumes(
     await end_attempt(attempt, job, error)
     assert ("data" in storage.files) is (resumes and error not in FAILURES)
     assert storage.counts.num_open_attempts == 0
+
+
+@pytest.mark.parametrize("in_doubt", [True, False])
+async def test_an_abort_meanwhile_hides_no_doubt(*, in_doubt: bool) -> None:
+    """Whoever is told of an abort counts on it that nothing has changed."""
+    error = StorageError("it may stand", path="a", in_doubt=in_doubt)
+    began, goes_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def abort() -> None:
+        began.set()
+        await goes_on.wait()
+        ended.set()
+
+    attempt: Any = types.SimpleNamespace(abort=abort)
+    job: Any = types.SimpleNamespace(resumes=False)
+    ending = asyncio.ensure_future(end_attempt(attempt, job, error))
+    await began.wait()
+    ending.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.wait((ending,))
+    assert ended.is_set()
+    assert ending.cancelled() is not in_doubt

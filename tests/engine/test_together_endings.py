@@ -386,6 +386,40 @@ def test_who_aborts_and_cannot_see_the_manifest_is_not_told_that_there_is_none()
     run(scenario(), seed=0)
 
 
+class LooksSlowly(MemoryStorage):
+    """Takes a while to tell a rank what is there."""
+
+    async def read_manifest(self) -> tuple[int, bytes]:
+        self.step("look")
+        await asyncio.sleep(1.0)
+        return await super().read_manifest()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_aborts_while_it_looks_what_became_of_a_save_is_told_of_that(late: int) -> None:
+    """Another rank had aborted it first, when rank 0 had committed it."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            slow = same_place(ranks, LooksSlowly)
+            give_place(ranks, late, slow)
+            slow._max_delay_s = 0.5
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            handles[1].abort()
+            while not any(operation.kind == "look" for operation in slow.operations):
+                await asyncio.sleep(0.001)
+            handles[late].abort()
+            for outcome in await outcomes_of(handles):
+                assert not isinstance(outcome, BaseException), outcome
+            give_place(ranks, late, ranks.storages[late])
+            await check_saved(ranks)
+            assert slow.counts.num_open_attempts == 0
+
+    run(scenario(), seed=0)
+
+
 class SlowToPublish(MemoryStorage):
     """Takes a while to publish a manifest, whatever happens meanwhile."""
 
