@@ -304,10 +304,10 @@ class SlabPool:
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._release(waiter.result())  # it was handed over in the very same turn
-            elif waiter in self._waiters:
+            if waiter in self._waiters:
                 self._waiters.remove(waiter)
+            elif not waiter.cancelled() and waiter.exception() is None:
+                self._release(waiter.result())  # it was handed over in the very same turn
             raise
 
     def _lend(self, slab: Slab) -> Slab:

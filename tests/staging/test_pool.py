@@ -648,6 +648,34 @@ def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
     run_virtual(scenario(), seed=0)
 
 
+async def test_who_is_cancelled_as_that_is_said_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load cancels lanes that it needs no more: it does not fail of one."""
+    pool = SlabPool(PAGE, PAGE)
+    kept = len(pool_module._lost)
+
+    async def wait() -> None:
+        async with pool.lease():
+            pass
+
+    def refuse(_: int) -> Slab:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with pytest.raises(CopiesLostError):
+        async with pool.lease():
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            monkeypatch.setattr(pool_module, "Slab", refuse)
+            raise CopiesLostError("an event cannot be waited for")
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    del pool_module._lost[kept:]
+    assert waiting.cancelled()
+    assert pool.statistics().leased_nbytes == 0
+    pool.close()
+
+
 def test_a_slab_that_is_lost_makes_room_for_another_one() -> None:
     """What a device may write to counts for nothing: who waits gets a new one in its place."""
 
