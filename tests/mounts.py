@@ -117,7 +117,9 @@ class Mount:
 
 
 class HangingFiles(PosixFiles):
-    """Hang where data files that are open on a mount are read, written or synced: one of these.
+    """Hang where data files on a mount are opened to be read, read, written, synced or closed.
+
+    It is one of these, and of those that are closed those that were read.
 
     Args:
         mount: The mount, which says where and how long.
@@ -127,6 +129,18 @@ class HangingFiles(PosixFiles):
     def __init__(self, mount: Mount, call: str) -> None:
         self._mount = mount
         self._call = call
+        self._were_read: set[int] = set()
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if direct:  # not to look at its size
+            self._wait_at(path, "open")
+        return super().open(path, direct=direct, writable=writable)
+
+    def close(self, fd: int) -> None:
+        if fd in self._were_read:
+            self._were_read.discard(fd)
+            self._wait(fd, "close")
+        super().close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         self._wait(fd, "pwrite")
@@ -134,6 +148,7 @@ class HangingFiles(PosixFiles):
 
     def pread(self, fd: int, room: memoryview, offset: int) -> int:
         self._wait(fd, "pread")
+        self._were_read.add(fd)
         return super().pread(fd, room, offset)
 
     def fsync(self, fd: int) -> None:
@@ -141,6 +156,8 @@ class HangingFiles(PosixFiles):
         super().fsync(fd)
 
     def _wait(self, fd: int, what: str) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
+        self._wait_at(os.readlink(f"/proc/self/fd/{fd}"), what)
+
+    def _wait_at(self, path: str, what: str) -> None:
         if what == self._call and path.startswith(f"{self._mount.root}/") and "/data-" in path:
             self._mount.wait(f"{what} {path}")

@@ -15,7 +15,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import run_unless_cancelled
-from ckptio.engine.landing import opened
+from ckptio.engine.sources import opened
 from ckptio.errors import CorruptionError
 from ckptio.plan.load import Wanted
 from ckptio.storage.streams import AwaitedSource
@@ -185,7 +185,7 @@ async def _read(
 
     async with (
         context.files,
-        opened(reading.storage, entry.name, entry.nbytes, context) as source,
+        opened(reading, entry, context) as source,
         context.pool.lease() as slab,
     ):
         if isinstance(source, AwaitedSource):

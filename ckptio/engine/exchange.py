@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import first_failure, shielded, wait
 from ckptio.engine.context import settle
-from ckptio.engine.landing import bring, close_source
+from ckptio.engine.landing import bring
+from ckptio.engine.sources import close_source, open_source
 from ckptio.errors import PeerLostError, StateError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
@@ -325,12 +326,12 @@ class _Exchange:
         held = self._files.setdefault(file, _OpenFile())
         async with held.lock:
             if held.source is None:
-                held.source = await self._reading.storage.open(entry.name, entry.nbytes)
+                held.source = await open_source(self._reading, entry)
         yield held.source
         self._units_left[file] -= 1
         if not self._units_left[file]:
             del self._files[file]
-            await shielded(close_source(held.source, self._context))
+            await shielded(close_source(held.source, self._reading, self._context))
 
     def require_all(self) -> None:
         """Refuse to be through with less than all: groups take a cancelled task for a success.
@@ -351,4 +352,4 @@ class _Exchange:
 
     async def _close(self, sources: Iterable[Source | AwaitedSource]) -> None:
         for source in sources:
-            await close_source(source, self._context)
+            await close_source(source, self._reading, self._context)

@@ -6,20 +6,21 @@ that passes bytes on, a copy between tiers.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
-import contextlib
 import errno
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ckptio._aio import run_blocking, run_unless_cancelled, shielded
+from ckptio._aio import run_unless_cancelled
+from ckptio._threads import NUM_ODD_JOBS
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.format.checksum import crc32c
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.engine.context import EngineContext
@@ -64,6 +65,8 @@ class Reading:
             (EIO); without it the first one raises.
         num_tensors: Tensors that are filled or made; for events.
         read_nbytes: Bytes read so far.
+        opens: Files that are being opened or closed. No more have a thread, or wait for one: if
+            they hang, those of others are next.
     """
 
     storage: Storage
@@ -72,12 +75,20 @@ class Reading:
     on_damage: OnDamage | None = None
     num_tensors: int = 0
     read_nbytes: int = 0
+    opens: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_ODD_JOBS))
+    _reads: asyncio.Semaphore | None = None
     _spans: list[list[tuple[int, int, str]]] = field(default_factory=list)
 
     @property
     def holds_slabs(self) -> bool:
         """Whether the slab of a range has to stay as it is after the range has landed."""
         return self.target is not None and self.target.is_async
+
+    def reads(self, max_reads: int) -> asyncio.Semaphore:
+        """Limit its ranges that have a thread, or wait for one; as `opens`."""
+        if self._reads is None:
+            self._reads = asyncio.Semaphore(max_reads)
+        return self._reads
 
     def names_in(self, file: int, start: int, stop: int) -> list[str]:
         """Name the tensors that have bytes in `[start, stop)` of a file."""
@@ -99,24 +110,6 @@ class Reading:
             del error  # it has this frame
 
 
-@contextlib.asynccontextmanager
-async def opened(
-    storage: Storage, name: str, nbytes: int, context: EngineContext
-) -> AsyncIterator[Source | AwaitedSource]:
-    """Lend an open data file."""
-    source = await storage.open(name, nbytes)
-    try:
-        yield source
-    finally:
-        await shielded(close_source(source, context))
-
-
-async def close_source(source: Source | AwaitedSource, context: EngineContext) -> None:
-    """Release a data file."""
-    if not isinstance(source, AwaitedSource):
-        await run_blocking(context.executor, source.close)
-
-
 async def bring(
     segment: ReadSegment,
     slab: Slab,
@@ -135,9 +128,10 @@ async def bring(
     """
     if not isinstance(source, AwaitedSource):
         arguments = (segment, slab, source, reading, pending)
-        return await run_unless_cancelled(
-            threads or context.readers, check_and_land, *arguments, keep=keep
-        )
+        async with reading.reads(context.config.max_reads):
+            return await run_unless_cancelled(
+                threads or context.readers, check_and_land, *arguments, keep=keep
+            )
     damage: list[CorruptionError] = []
     try:
         with slab.view[: segment.nbytes] as room:

@@ -17,8 +17,9 @@ from ckptio._aio import Siblings, run_blocking
 from ckptio._gc import without_collection
 from ckptio.config import MiB
 from ckptio.engine.context import MAX_OPEN_FILES, num_cached_lanes, settle
-from ckptio.engine.landing import bring, opened
+from ckptio.engine.landing import bring
 from ckptio.engine.lanes import Gate, Lanes, have_read, lend, open_each, read_in_lane
+from ckptio.engine.sources import opened
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError, StateError
 from ckptio.events import LoadStarted
 from ckptio.plan.load import plan_load
@@ -239,7 +240,7 @@ async def _read_file(
     entry = reading.manifest.files[file]
     async with (
         gates.files.passing(),
-        opened(reading.storage, entry.name, entry.nbytes, context) as source,
+        opened(reading, entry, context) as source,
         Siblings() as group,
     ):
         if isinstance(source, AwaitedSource) or reading.holds_slabs:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptio._threads import NUM_ODD_JOBS
 from ckptio.engine.made import Made
 from ckptio.errors import StateError
 from ckptio.events import SaveProgressed, SaveStaged
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 #: begun, what is wrong with its storage is raised to who waits for that. From then on it is what
 #: a disk or a near store says; one that does not answer holds nobody up.
 _FIRST_PATIENCE_S, _PATIENCE_S = 10.0, 0.1
-#: Files of a save that are closed at the same time: as many as an engine has threads for that.
-_MAX_CLOSES = 4
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class SaveProgress:
     leases: list[asyncio.Event]
     writes: asyncio.Semaphore
     turns: list[asyncio.Event] = field(default_factory=list)
-    closes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CLOSES))
+    closes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_ODD_JOBS))
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
     attempt: Made[Attempt] = field(default_factory=Made)

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings, run_blocking, run_unless_cancelled, shielded
-from ckptio.engine.landing import Reading, bring, close_source, opened
+from ckptio._threads import NUM_ODD_JOBS
+from ckptio.engine.landing import Reading, bring
+from ckptio.engine.sources import close_source, open_source, opened
 from ckptio.errors import ConfigError, StateError, StorageError
 from ckptio.plan.load import plan_load
 from ckptio.storage.file_names import STAY_S
@@ -75,7 +77,8 @@ async def transfer(
         StateError: Somebody cancelled a part of it, and not the whole.
     """
     segments = _segments(reading.manifest, files, context)
-    work = _Transfer(reading, attempt, context, on_written, iter(segments))
+    writes = asyncio.Semaphore(context.config.max_writes)
+    work = _Transfer(reading, attempt, context, on_written, iter(segments), writes)
     for segment in segments:
         file = work.files.setdefault(segment.file, _File(reading.manifest.files[segment.file], 0))
         file.num_left += 1
@@ -108,14 +111,28 @@ def _segments(
 
 @dataclass(slots=True)
 class _Transfer:
-    """What the workers of a copy share."""
+    """What the workers of a copy share.
+
+    Attributes:
+        reading: The checkpoint.
+        attempt: Where to; `None` to verify it alone.
+        context: The engine.
+        on_written: Told of bytes that are written.
+        segments: Those that nobody has taken.
+        writes: Those under way to a disk. No more have a thread, or wait for one: if they hang,
+            what goes to other places is next.
+        files: Those on their way, by index.
+        closes: Of files that are closed, and so synced: as `writes`.
+    """
 
     reading: Reading
     attempt: Attempt | None
     context: EngineContext
     on_written: Callable[[int], None] | None
     segments: Iterator[ReadSegment]
+    writes: asyncio.Semaphore
     files: dict[int, _File] = field(default_factory=dict)
+    closes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_ODD_JOBS))
 
     async def run(self) -> None:
         """Carry segments over until there are no more."""
@@ -136,10 +153,9 @@ class _Transfer:
     async def _open(self, file: _File) -> None:
         async with file.lock:
             if file.source is None:
-                storage, entry = self.reading.storage, file.entry
-                file.source = await storage.open(entry.name, entry.nbytes)
+                file.source = await open_source(self.reading, file.entry)
                 if self.attempt is not None:
-                    file.sink = await self.attempt.create(entry.name, entry.nbytes)
+                    file.sink = await self.attempt.create(file.entry.name, file.entry.nbytes)
 
     async def _carry(self, segment: ReadSegment, file: _File, slab: Slab) -> None:
         context, sink = self.context, file.sink
@@ -156,21 +172,23 @@ class _Transfer:
                 await sink.write(segment.start, data)
         else:
             block_nbytes, writers = context.config.block_nbytes, context.far or context.writers
-            await run_unless_cancelled(writers, _write, segment, slab, block_nbytes, sink)
+            async with self.writes:
+                await run_unless_cancelled(writers, _write, segment, slab, block_nbytes, sink)
 
     async def _end(self, file: _File) -> None:
         """End a file that is written."""
         if isinstance(file.sink, AwaitedSink):
             await file.sink.close()
         elif file.sink is not None:
-            await run_blocking(self.context.far or self.context.executor, file.sink.close)
+            async with self.closes:
+                await run_blocking(self.context.far or self.context.executor, file.sink.close)
         file.is_ended = True
         await self._close(file)
 
     async def _close(self, file: _File) -> None:
         source, file.source = file.source, None
         if source is not None:
-            await shielded(close_source(source, self.context))
+            await shielded(close_source(source, self.reading, self.context))
 
     @contextlib.asynccontextmanager
     async def closing(self) -> AsyncIterator[None]:
@@ -230,12 +248,11 @@ async def find_whole(
     there = {file for file, size in zip(files, sizes, strict=True) if size == entries[file].nbytes}
     if not there:
         return there
-    first = entries[min(there)]
-    async with opened(target, first.name, first.nbytes, context) as source:
-        if isinstance(source, AwaitedSource):
-            return there
     damage: list[CorruptionError] = []
     reading = Reading(target, manifest, on_damage=damage.append)
+    async with opened(reading, entries[min(there)], context) as source:
+        if isinstance(source, AwaitedSource):
+            return there
     async with Siblings() as group:
         staying = group.create_task(_stay(attempt), name=f"copy to {target.path!r} stays")
         await transfer(reading, sorted(there), None, context)

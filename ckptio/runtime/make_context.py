@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
-from ckptio._threads import HUNG_S, DefaultThreads, Threads
+from ckptio._threads import HUNG_S, NUM_ODD_JOBS, DefaultThreads, Threads
 from ckptio.cache import MetadataCache
 from ckptio.engine.context import EngineContext
 from ckptio.events import PinningRefused, notify
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckptio.ranks.interface import Ranks
 
 _NUM_WAITERS = 2
-#: Opening, closing and syncing files, planning, committing: many short waits for a system.
-_NUM_ODD_JOBS = 4
 #: What libraries ask of the loop: names of hosts, small files.
 _NUM_FOR_LIBRARIES = 8
 
@@ -56,7 +54,8 @@ def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineC
         config: Options.
         observer: Takes events.
     """
-    executor = Threads(_NUM_ODD_JOBS, "ckptio", HUNG_S)
+    executor = Threads(NUM_ODD_JOBS, "ckptio", HUNG_S)
+    num_far = NUM_ODD_JOBS + config.max_tier_copies + config.max_writes
     libraries = DefaultThreads(Threads(_NUM_FOR_LIBRARIES, "ckptio-default"))
     asyncio.get_running_loop().set_default_executor(libraries)
 
@@ -72,7 +71,7 @@ def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineC
         readers=Threads(config.max_reads, "ckptio-read", HUNG_S),
         waiters=Threads(_NUM_WAITERS, "ckptio-device"),
         load_waiters=Threads(_NUM_WAITERS, "ckptio-device-load"),
-        far=Threads(_NUM_ODD_JOBS + config.max_tier_copies + config.max_writes, "ckptio-far"),
+        far=Threads(num_far, "ckptio-far", HUNG_S),
         pool=SlabPool(
             config.num_slabs * config.slab_nbytes,
             config.slab_nbytes,

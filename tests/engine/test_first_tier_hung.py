@@ -11,10 +11,10 @@ import pytest
 
 from ckptio import Engine, KeepLast, sync
 from ckptio._looks import _MAX_LOOKS
+from ckptio._threads import NUM_ODD_JOBS
 from ckptio.engine import progress
 from ckptio.errors import CheckpointChangedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveQueued
-from ckptio.runtime.make_context import _NUM_ODD_JOBS
 from ckptio.storage import local
 from tests.mounts import Mount
 from tests.rig import SMALL, assert_same, config_with, filled_state, random_state
@@ -142,7 +142,7 @@ def test_however_many_loads_wait_for_it_nothing_else_does(tmp_path: Path, mount:
     with sync.Engine(SMALL) as engine, ThreadPoolExecutor(8) as pool:
         with mount.hanging():
             hung = [pool.submit(engine.load, far) for _ in range(8)]
-            while len(mount.waited) < _NUM_ODD_JOBS:
+            while len(mount.waited) < NUM_ODD_JOBS:
                 mount.wait_until_hung(str(far))
             engine.save(filled_state(SIZES, 1), near)
             assert_same(engine.load(near), filled_state(SIZES, 1))

@@ -10,6 +10,7 @@ import pytest
 from ckptio import _threads, sync
 from ckptio.engine import context, lanes
 from ckptio.runtime import make_context
+from ckptio.staging.copy import TargetState
 from ckptio.storage import linux
 from tests.mounts import HangingFiles, Mount
 from tests.rig import SMALL, FilesCore, assert_same, config_with, filled_state, random_state
@@ -83,13 +84,30 @@ def test_so_they_do_beside_loads_that_hang(tmp_path: Path, mount: Mount) -> None
             assert_same(load.result(), random_state(MANY))
 
 
-def test_a_load_takes_no_more_than_its_share(tmp_path: Path, mount: Mount) -> None:
-    """However long it hangs: other lanes of it would take all slabs, and open all files."""
+@pytest.mark.parametrize(
+    ("call", "is_on_device", "num"),
+    [("pread", False, 3), ("pread", True, 3), ("open", False, 4), ("close", False, 4)],
+)
+def test_a_load_takes_no_more_than_its_share(
+    tmp_path: Path,
+    mount: Mount,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    call: str,
+    is_on_device: bool,
+    num: int,
+) -> None:
+    """However long it hangs: other lanes of it would take all slabs, and open all files.
+
+    Or all threads, however many may hang.
+    """
+    monkeypatch.setattr(TargetState, "is_async", is_on_device)
     near, far = tmp_path / "near", tmp_path / "far"
     many = [2 * SMALL.slab_nbytes] * (context.MAX_OPEN_FILES + 8)
-    config = config_with(bucket_nbytes=SMALL.slab_nbytes, max_reads=3)
+    pool_nbytes = 100 * SMALL.slab_nbytes if is_on_device else SMALL.pool_nbytes
+    config = config_with(bucket_nbytes=SMALL.slab_nbytes, max_reads=3, pool_nbytes=pool_nbytes)
     sync.save(random_state(many), far, config=config)
-    with engine_at(mount, "pread", config) as engine, ThreadPoolExecutor(2) as pool:
+    with engine_at(mount, call, config) as engine, ThreadPoolExecutor(2) as pool:
 
         def go_on() -> None:
             for value in (1, 2, 3, 4):
@@ -98,9 +116,9 @@ def test_a_load_takes_no_more_than_its_share(tmp_path: Path, mount: Mount) -> No
 
         with mount.hanging(at_once=False):
             hung = pool.submit(engine.load, far)
-            mount.wait_until_hung("pread")
+            mount.wait_until_hung(call)
             pool.submit(go_on).result(30)
-            assert sum("pread" in what for what in mount.waited) == 3
+            assert sum(call in what for what in mount.waited) == num
         assert_same(hung.result(), random_state(many))
 
 

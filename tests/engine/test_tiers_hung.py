@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from ckptio import sync
 from ckptio.errors import ConfigError, CorruptionError, StorageError
 from ckptio.events import SaveCommitted
 from ckptio.format.note import CopyNote, encode_note
-from ckptio.runtime import second_tier
+from ckptio.runtime import make_context, second_tier
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.mounts import HangingFiles, Mount
@@ -134,6 +135,29 @@ def test_a_copy_that_hangs_midway_keeps_no_thread_of_the_first_tier(
             engine.save(state, near / f"alone-{i}")
             assert_same(engine.load(near / f"alone-{i}"), state)
     assert_same(sync.load(far / "b", config=SMALL), state)
+
+
+@pytest.mark.parametrize(("call", "num"), [("pwrite", 12), ("fsync", 4)])
+def test_nor_does_it_keep_those_of_another_second_tier(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, call: str, num: int
+) -> None:
+    """It hangs in few writes and syncs at a time, and those do not count after a while."""
+    monkeypatch.setattr(make_context, "HUNG_S", 0.05)
+    near, far, other = tmp_path / "near", tmp_path / "far", tmp_path / "other"
+    state, found = random_state([SMALL.slab_nbytes] * 30), random_state(SIZES)
+    config = config_with(
+        pool_nbytes=120 * SMALL.slab_nbytes, bucket_nbytes=SMALL.slab_nbytes, max_tier_copies=1
+    )
+    sync.save(found, other, config=SMALL)
+    engine = sync.Engine(config)
+    engine._core = FilesCore(config, None, HangingFiles(mount, call))
+    with engine, mount.hanging(at_once=False), ThreadPoolExecutor(1) as pool:
+        engine.start_save(state, near, then=far)
+        mount.wait_until_hung(call)
+        load = pool.submit(engine.load, tmp_path / "none", then=other)
+        assert_same(load.result(30), found)
+        assert sum(call in what for what in mount.waited) <= num
+    assert_same(sync.load(far, config=SMALL), state)
 
 
 def test_a_second_tier_that_is_the_first_by_a_link_is_refused(tmp_path: Path) -> None:
