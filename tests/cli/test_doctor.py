@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.__main__ import main
+from ckptio.cli.doctor import kind_in
 from ckptio.staging import moves
 from ckptio.storage import linux
 from tests.cli.rig import plain_lines, run_json, run_on_terminal, save_at
@@ -100,6 +101,25 @@ def test_doctor_says_where_nothing_can_be_written(tmp_path: Path) -> None:
     """Saves cannot work there: 2."""
     tmp_path.chmod(0o500)
     assert main(["doctor", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "real"),
+    [
+        (b"/mnt/run", "/mnt/run/step-1"),
+        ("/mnt/l\u00e4ufe".encode(), "/mnt/l\u00e4ufe/step-1"),
+        (b"/mnt/my\\040runs\\134", "/mnt/my runs\\"),
+        (b"/mnt/\xff", "/mnt/\udcff/step-1"),
+        (b"/mnt/a\rb", "/mnt/a\rb"),
+    ],
+)
+def test_a_mount_may_have_any_name(where: bytes, real: str) -> None:
+    """Names are bytes; the kernel writes some of them in octal, and leaves all others."""
+    others = [b"/dev/sda / ext4 rw 0 0", b"x /mnt/\xfe\x85 btrfs rw 0 0", b"y /m nfs4 rw 0 0", b""]
+    mounts = b"\n".join([others[0], b"tmpfs " + where + b" tmpfs rw 0 0", *others[1:]])
+    assert kind_in(mounts, real) == "tmpfs"
+    assert kind_in(mounts, "/home") == "ext4"
+    assert kind_in(b"", real) is None
 
 
 def test_doctor_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
