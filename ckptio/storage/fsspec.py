@@ -27,6 +27,7 @@ from ckptio._threads import Threads
 from ckptio.errors import ConfigError
 from ckptio.storage.fsspec_answers import (
     how_to_create,
+    is_of_a_server,
     reason_of,
     secrets_of,
     told,
@@ -101,24 +102,35 @@ class FsspecBackend:
         """Make the file system, on a thread of its own; see `stores.Backend`.
 
         It may connect to its server as it is made: a thread that hangs is given up.
+
+        Raises:
+            StoreError: Its server could not be reached.
+            ConfigError: The options make none, or the server refused them.
         """
         del executor
         made = self._class()
         given = {name: value for name, value in options.items() if name not in _LOOP_OPTIONS}
         own = _with_host(made, url, given)
-        problem, thread = "", Threads(1, f"ckptio-{self._protocol}-open")
+        failure: Exception | None = None
+        thread = Threads(1, f"ckptio-{self._protocol}-open")
         try:
             fs = await asyncio.wrap_future(thread.submit(lambda: made(**own)))
         except Exception as error:  # what it says may hold the options
-            problem = problem_with(own, error)
+            failure = self._why_not_made(own, error)
         finally:
             thread.shutdown(wait=False)
-        if problem:
-            raise ConfigError(
-                f"fsspec cannot make a file system for {self._protocol}://"
-                f" of the storage_options given: {problem}"
-            )
+        if failure is not None:
+            raise failure
         return FsspecStore(fs, self._protocol, config.max_requests, secrets_of(own))
+
+    def _why_not_made(self, options: Mapping[str, Any], error: Exception) -> Exception:
+        """Say whether it is the server that there is no file system, or what it was given."""
+        if is_of_a_server(error):
+            return told(error, secrets_of(options))[0]
+        return ConfigError(
+            f"fsspec cannot make a file system for {self._protocol}://"
+            f" of the storage_options given: {problem_with(options, error)}"
+        )
 
     def _class(self) -> Any:
         try:

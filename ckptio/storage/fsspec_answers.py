@@ -179,6 +179,15 @@ def reason_of(error: FileNotFoundError) -> Exception | None:
     return found if is_refused and cause is not None else None
 
 
+def is_of_a_server(error: Exception) -> bool:
+    """Whether a file system could not be made for want of its server: it may be there later.
+
+    Not if a file of this machine was wanted (a key), or an option makes no sense.
+    """
+    here = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+    return isinstance(error, (OSError, EOFError)) and not isinstance(error, here)
+
+
 def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:
     """Say what a failure means, and whether what it says itself may be shown.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ftplib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -371,6 +373,47 @@ class Refusing(SyncFileSystem):
 
     def __init__(self, **options: Any) -> None:
         raise RuntimeError(f"cannot use {options}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        socket.gaierror(socket.EAI_NONAME, "no such host"),
+        OSError(None, "Unable to connect to port 22 on 10.0.0.1"),  # paramiko's
+        EOFError("the connection was closed"),
+    ],
+)
+async def test_a_server_that_is_away_is_no_wrong_option(error: Exception) -> None:
+    """What connects as it is made (SFTP, FTP): the storage cannot be reached, and may be later."""
+
+    class Away(SyncFileSystem):
+        protocol = "away"
+        cachable = False
+
+        def __init__(self, **_: Any) -> None:
+            raise error
+
+    fsspec.register_implementation("away", Away, clobber=True)
+    async with Engine() as engine:
+        with pytest.raises(StorageError, match="cannot open it: "):
+            await engine.load("away://a/b")
+
+
+async def test_a_key_that_is_missing_here_is_a_wrong_option() -> None:
+    """It is not the server that does not have it."""
+
+    class Keyless(SyncFileSystem):
+        protocol = "keyless"
+        cachable = False
+
+        def __init__(self, **_: Any) -> None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", "id_rsa")
+
+    fsspec.register_implementation("keyless", Keyless, clobber=True)
+    async with Engine() as engine:
+        with pytest.raises(ConfigError, match="storage_options given: FileNotFoundError"):
+            await engine.load("keyless://a/b")
 
 
 @pytest.mark.parametrize("url", ["memory://", "memory:///", "nothing-of-the-kind://a/b"])
