@@ -200,7 +200,7 @@ def _is_regular(shape: Shape, boxes: Sequence[Region]) -> bool:
     shapes = [local for _, local in boxes]
     if not {*map(len, offsets), *map(len, shapes)} <= {len(shape)}:
         return False
-    return bool(boxes) and is_grid(shape, offsets, shapes)
+    return is_grid(shape, offsets, shapes)
 
 
 def _check_tiling(

@@ -255,8 +255,6 @@ def _runs(manifest: Manifest, wants: Sequence[Runs], hosts: Sequence[str]) -> li
         kinds: dict[int, Kind] = {}
         now = first = 0
         for bound in sorted(toggles):
-            if not toggles[bound]:
-                continue
             if now:
                 if now not in kinds:
                     wanting = members.get(now) or members.setdefault(now, _members(now))

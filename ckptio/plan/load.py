@@ -159,13 +159,11 @@ def plan_load(
 def _merge(
     wanted: Sequence[Wanted], block: int, gap_nbytes: int
 ) -> Iterator[tuple[int, int, Sequence[Wanted]]]:
-    """Merge ranges of one file, sorted by start, into runs of blocks.
+    """Merge ranges of one file, one at least, sorted by start, into runs of blocks.
 
     Yields:
         First block, end block (exclusive), and the ranges inside.
     """
-    if not wanted:
-        return
     gap = gap_nbytes // block
     begin = 0
     first = wanted[0].start // block
@@ -257,7 +255,7 @@ def _land_rows(want: Wanted, block: int, landings: dict[int, list[Piece]]) -> No
         at = offset + row * stride
         number = position // block
         left = (number + 1) * block - position
-        count = min((left - nbytes) // step + 1, rows - row) if nbytes <= left else 0
+        count = min((left - nbytes) // step + 1, rows - row)  # a step is a row or more: 0, not less
         if count:
             many = (count, step, stride) if count > 1 else None
             piece = (position - number * block, destination, at, nbytes, many)

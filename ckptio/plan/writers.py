@@ -53,7 +53,7 @@ class Pool(NamedTuple):
     """Items that the same ranks hold.
 
     Attributes:
-        ranks: Those ranks, rising.
+        ranks: Those ranks, rising; two or more.
         items: The items, in an order that does not depend on how they were found.
     """
 
@@ -99,7 +99,7 @@ def share_out(
             for rank, share in zip(ranks, quota, strict=True)
         ]
         budget = max(_SMALL_NBYTES, _SLACK * mean)
-        small = _take_small(pools[k].items, budget - taken[ranks[0]]) if len(ranks) > 1 else {}
+        small = _take_small(pools[k].items, budget - taken[ranks[0]])
         taken[ranks[0]] += sum(small.values())
         excess, turn, rank = heap[0]
         heap[0] = (excess + sum(small.values()), turn, rank)

@@ -26,6 +26,8 @@ from ckptio.events import RanksAwaited
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, blank, job, shards_of
 from tests.rig import config_with, inline_engine, random_state
+from tests.state.ranks import as_rank
+from tests.state.test_sharded import sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -499,6 +501,19 @@ def test_a_shard_alone_is_no_tensor() -> None:
             whole = Shard(torch.ones(12, 3), (12, 3), global_offset=(0, 0))
             await engine.save({"w": whole, **random_state([9 * KiB])}, "memory")
             assert torch.equal((await engine.load("memory"))["w"], whole.tensor)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_rank_alone_may_hold_a_tensor_in_several_blocks() -> None:
+    """As the one process that is left of a job has all shards of a ShardedTensor."""
+    tensor = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage("memory")}) as engine:
+            with as_rank(0, 1):
+                await engine.save({"w": sharded_tensor(tensor, [5, 7], 0, [0, 0])}, "memory")
+            assert torch.equal((await engine.load("memory"))["w"], tensor)
 
     run_virtual(scenario(), seed=0)
 

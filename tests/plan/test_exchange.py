@@ -23,6 +23,7 @@ from ckptio.plan.exchange import (
 from ckptio.plan.explain import explain, explain_text
 from ckptio.plan.load import Wanted, plan_spans
 from ckptio.plan.places import choose_places
+from ckptio.plan.readers import Kind, share_out
 from ckptio.plan.worth import is_worth_exchanging
 
 if TYPE_CHECKING:
@@ -178,6 +179,45 @@ def test_many_small_files_are_shared_out() -> None:
     sizes = [37 * (i % 90 + 1) for i in range(400)]
     loads = replicated(sizes, 4).plan().read_nbytes()
     assert max(loads) <= 1.1 * sum(loads) / 4
+
+
+def test_short_files_are_shared_out_by_their_bytes() -> None:
+    """The longest first, whatever their order: ten of them are as much as another one."""
+    loads = replicated([*[400] * 10, 4000], 2).plan().read_nbytes()
+    assert loads == [4000, 4000]
+
+
+def test_a_short_file_is_read_by_its_own_rank_or_near_it() -> None:
+    """As long blocks are; and by another where its own has more than the others."""
+    everything = runs_of({(file, 0) for file in range(4)})
+    manifest = manifest_of([100] * 4, [0, 1, 2, 3], ["a", "a", "b", "b"])
+    unchanged = World(manifest, [everything] * 4, ["a", "a", "b", "b"]).plan()
+    assert [(unit.file, unit.reader) for unit in unchanged.units] == [(i, i) for i in range(4)]
+    moved = World(manifest, [everything] * 4, ["b", "b", "a", "a"]).plan()
+    assert [(unit.file, unit.reader) for unit in moved.units] == [(2, 0), (3, 1), (0, 2), (1, 3)]
+    lopsided = manifest_of([100] * 4, [0] * 4, ["a", "a", "b", "b"])
+    balanced = World(lopsided, [everything] * 4, ["a", "a", "b", "b"]).plan()
+    assert balanced.read_nbytes() == [100] * 4
+
+
+def test_readers_keep_abreast_of_each_other() -> None:
+    """No rank is to read far ahead of what others of the group can take."""
+    plan = replicated([41 * BLOCK, 20 * BLOCK], 3).plan(2 * BLOCK)
+    assert sum(unit.nbytes for unit in plan.units) == 61 * BLOCK
+    for number, unit in enumerate(plan.units):
+        before = [0] * 3
+        for earlier in plan.units[:number]:
+            before[earlier.reader] += earlier.nbytes
+        assert before[unit.reader] == min(before[one.reader] for one in plan.units[number:])
+
+
+def test_what_is_far_is_given_away_first() -> None:
+    """A rank that has too much keeps its own file, then what its host wrote."""
+    own, near = Kind((0, 1), 0, (0,)), Kind((0, 1, 2), -1, (0,))
+    shares = share_out({own: 8, near: 8}, [0, 0, 0], 8, 1)
+    assert shares == {own: {0: 8}, near: {1: 8}}
+    shares = share_out({own: 8, near: 4}, [0, 4, 0], 8, 1)
+    assert shares == {own: {0: 8}, near: {2: 4}}
 
 
 def test_what_only_one_wants_is_not_exchanged() -> None:
@@ -370,13 +410,20 @@ def test_a_copy_on_the_same_host_goes_before_one_elsewhere() -> None:
     assert choose_places(manifest, 2, "d")(chunk) == (2, 64)
     assert choose_places(manifest, 5, "d")(chunk) == (0, 0)
     assert choose_places(manifest, 0, "a")(chunk) == (0, 0)
+    assert choose_places(manifest, 2, "a")(chunk) == (0, 0)  # a rank of its number was elsewhere
+    assert choose_places(manifest, 2, "b", lost={2})(chunk) == (1, 0)
+    assert choose_places(manifest, 2, "b", lost={0, 1, 2})(chunk) == (2, 64)
     assert choose_places(manifest_of([BLOCK]), 0, "a")(Chunk(0, 8)) == (0, 8)
 
 
 def test_what_cannot_be_read_is_refused() -> None:
     """Runs come from other processes: they are checked before anything is planned."""
     manifest = manifest_of([2 * BLOCK])
-    for runs in [((1, (0, 1)),), ((0, (0, 3)),), ((0, (1, 1)),), ((0, (0,)),), ((0, (-1, 1)),)]:
+    for file, bounds in [
+        (1, (0, 1)), (-1, (0, 1)), (0, (0, 3)), (0, (1, 1)), (0, (0,)), (0, (-1, 1)), (0, ()),
+        (0, (0, 2, 1, 2)),
+    ]:  # fmt: skip
+        runs = ((file, bounds),)
         with pytest.raises(PlanError, match="rank 1 wants"):
             plan_exchange(manifest, [(), runs], ["h", "h"], BLOCK)
     with pytest.raises(PlanError, match="hosts"):
@@ -425,6 +472,7 @@ def test_bytes_are_passed_on_where_that_is_faster() -> None:
     assert is_worth(large, ["a", "a"])
     assert is_worth(large, ["a", "b", "c"])
     assert is_worth(large, ["a", "a", "b", "b"])
+    assert is_worth(large, ["a", "a", "a", "a", "b"])
     assert not is_worth(large, ["a", "b"])
     assert not is_worth(large, ["a"])
     assert not is_worth(small, ["a", "a", "a"])

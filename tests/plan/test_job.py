@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 World = list[list[LeafSpec]]
 SMALL_PART = 64
+#: Of few elements that have more bytes than `LEAST_PART_NBYTES`. Replicas of less go to the
+#: lowest rank; these are dealt to all, and cut.
+LARGE = [(5000,), (3, 40, 50), (100, 60)]
 
 
 def cuts_of(extent: int, num: int) -> list[tuple[int, int]]:
@@ -55,6 +58,9 @@ def worlds(draw: st.DrawFn) -> World:
         dtype = draw(st.sampled_from(["float32", "uint8", "complex128", "bfloat16"]))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         grid = [draw(st.integers(1, 3)) for _ in shape]
+        if draw(st.booleans()):
+            dtype, shape = "complex128", draw(st.sampled_from(LARGE))
+            grid = [1] * len(shape)
         blocks = shards(f"t{i}", dtype, shape, grid)
         if draw(st.booleans()) and math.prod(grid) == 1:
             blocks = [LeafSpec(f"t{i}", dtype, shape)]
@@ -137,7 +143,12 @@ def test_local_replicas_are_written_by_every_holder(world: World, limit: int) ->
             for rank, specs in enumerate(world)
             for block in specs
             if block.name == name
-            and element in elements(block.global_offset or (0,) * len(element), block.shape)
+            and all(
+                at <= index < at + extent
+                for index, at, extent in zip(
+                    element, block.global_offset or (0,) * len(element), block.shape, strict=True
+                )
+            )
         }
         is_small = next(iter(holders.values())).nbytes <= limit
         assert sorted(ranks) == sorted(holders) if is_small else len(ranks) == 1
@@ -255,6 +266,28 @@ def test_blocks_that_make_no_tensor_are_refused(world: World, found: str) -> Non
     assert "; " in str(caught.value)
 
 
+def test_a_tiling_that_takes_too_long_to_check_is_refused() -> None:
+    """One that comes apart in as many steps as it has blocks: no job's is like that."""
+    num = 3000
+    world = [
+        [
+            LeafSpec("w", "uint8", (1, num - i) if i % 2 else (num - i, 1), (num, num), (i, i))
+            for i in range(num - 1)
+        ]
+    ]
+    with pytest.raises(PlanError, match="'w' is cut in a way that takes too long to check, near"):
+        plan_job(world)
+
+
+def test_some_of_many_values_that_differ_are_named() -> None:
+    """Those of the lowest ranks."""
+    world = [[block(0, 8, dtype=dtype)] for dtype in ("uint8", "int8", "int16", "int32", "int8")]
+    with pytest.raises(PlanError) as caught:
+        plan_job(world)
+    named = "type: 'uint8' on rank 0, 'int8' on ranks 1, 4, 'int16' on rank 2; make"
+    assert named in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "replicas", [(0, 1), (1, 0), (0, None), (None, None), (None, 1), (0, 7), (None, 0)]
 )
@@ -281,6 +314,10 @@ def test_all_problems_are_listed() -> None:
     assert all(f"'t{i:02}'" in message for i in range(10))
     assert "'t10'" not in message
     assert "and 2 more" in message
+    with pytest.raises(PlanError, match=r"'t09'[^;]*; [^;]*$"):
+        plan_job([world[0][:10]])
+    with pytest.raises(PlanError, match=r"^the ranks do not hold a whole state: 't00'"):
+        plan_job([world[0][:1]])
 
 
 @given(world=worlds(), data=st.data())
@@ -404,6 +441,15 @@ def test_a_replica_with_few_huge_rows_is_cut_inside_of_them() -> None:
     assert all(math.prod(chunk.local_shape) * 2 >= MiB for chunk in tensor.chunks)
 
 
+def test_a_share_from_inside_a_row_to_inside_another_is_several_parts() -> None:
+    """Each of them begins where its own bytes do."""
+    world = [[LeafSpec("experts", "complex128", (3, 40, 50))]] * 2
+    plan = plan_job(world, min_part_nbytes=16)
+    check_plan(world, plan)
+    check_tensors(world, plan)
+    assert [len(assigned.cuts) for assigned in plan.assignments] == [2, 2]
+
+
 def test_small_replicas_are_not_cut() -> None:
     """Bytes that take no time to write are not worth a chunk more."""
     plan = plan_job([[LeafSpec("w", "uint8", (100 * KiB, 1))]] * 4)
@@ -413,10 +459,33 @@ def test_small_replicas_are_not_cut() -> None:
 
 def test_blocks_that_are_no_grid_are_not_cut() -> None:
     """A tiling that was checked stays as it was."""
-    ragged = [((0, 0), (4, 1)), ((4, 0), (4, 1)), ((0, 1), (3, 1)), ((3, 1), (5, 1))]
-    specs = [LeafSpec("w", "uint8", local, (8, 2), offset) for offset, local in ragged]
-    plan = plan_job([specs] * 2, min_part_nbytes=1)
+    k = 100_000
+    ragged = [((0, 0), (4 * k, 1)), ((4 * k, 0), (4 * k, 1)), ((0, 1), (3 * k, 1)),
+              ((3 * k, 1), (5 * k, 1))]  # fmt: skip
+    specs = [LeafSpec("w", "uint8", local, (8 * k, 2), offset) for offset, local in ragged]
+    plan = plan_job([specs] * 3, min_part_nbytes=1)
     assert len(plan.tensors[0].chunks) == 4
+
+
+def test_a_replica_beside_what_one_rank_alone_has_is_cut() -> None:
+    """Of one tensor, each block is what it is."""
+    alone, shared = shards("w", "uint8", (16, MiB), (2, 1))
+    plan = plan_job([[alone], [shared], [shared]])
+    assert plan.written_nbytes == (8 * MiB, 4 * MiB, 4 * MiB)
+
+
+def test_a_tensor_may_have_blocks_that_are_cut_and_others_with_copies() -> None:
+    """Only what is small is copied."""
+    world = [
+        [
+            LeafSpec("w", "complex128", (5000,), (5010,), (0,)),
+            LeafSpec("w", "complex128", (10,), (5010,), (5000,)),
+        ]
+    ] * 2
+    plan = plan_job(world, replicate="local", local_nbytes=1000, min_part_nbytes=16)
+    check_plan(world, plan)
+    check_tensors(world, plan)
+    assert [len(chunk.holders) for chunk in plan.tensors[0].chunks] == [1, 1, 2]
 
 
 def test_equal_ranks_of_different_hosts_write_first() -> None:
@@ -438,6 +507,9 @@ def test_local_replicas_have_their_main_place_on_different_ranks() -> None:
     mains = Counter(tensor.chunks[0].holders[0][0] for tensor in plan.tensors)
     assert mains == {0: 4, 1: 4, 2: 4, 3: 4}
     assert {len(tensor.chunks[0].holders) for tensor in plan.tensors} == {4}
+    few = [LeafSpec(f"norm{i}", "float32", (64,)) for i in range(2)]
+    plan = plan_job([few] * 4, hosts=["a", "a", "b", "b"], replicate="local")
+    assert [tensor.chunks[0].holders[0][0] for tensor in plan.tensors] == [0, 2]
 
 
 # the manifest
@@ -494,6 +566,18 @@ def test_a_whole_tensor_has_a_short_chunk() -> None:
         ["b", "uint8", [4], [[2, 16]]],
     ]
     assert msgspec.json.decode(table, type=list[TensorEntry])[1].chunks[0].file == 2
+
+
+def test_chunks_have_copies_and_boxes_where_there_are_any() -> None:
+    """A tensor that is one chunk needs no box, and a chunk that one rank has no list."""
+    halves = shards("cut", "uint8", (4,), (2,))
+    world = [[LeafSpec("a", "uint8", (4,)), *halves], [LeafSpec("a", "uint8", (4,)), halves[0]]]
+    plan = plan_job(world, replicate="local")
+    table = merge_tables(plan, [[(0, 8), (0, 16), (0, 24)], [(0, 8), (0, 16)]], [1, 1])
+    assert msgspec.json.decode(table) == [
+        ["a", "uint8", [4], [[0, 8, None, None, [[1, 8]]]]],
+        ["cut", "uint8", [4], [[1, 16, [0], [2], [[0, 16]]], [0, 24, [2], [2]]]],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,22 @@ def test_a_gap_worth_reading_over_joins_two_reads() -> None:
     assert len(plan_load(manifest, wanted, SMALL).segments) == 2
     (segment,) = plan_load(manifest, wanted, SMALL, gap_nbytes=BLOCK).segments
     assert segment.nbytes == 3 * BLOCK
+    assert len(plan_load(manifest, wanted, SMALL, gap_nbytes=BLOCK - 1).segments) == 2
+    far = [wanted[0], Wanted(0, 3 * BLOCK, 10, 1, 0)]
+    assert len(plan_load(manifest, far, SMALL, gap_nbytes=BLOCK).segments) == 2
+
+
+def test_blocks_between_rows_are_left_out() -> None:
+    """And rows that lie closer are one piece of each block."""
+    manifest = manifest_of([10 * BLOCK])
+    apart = Wanted(0, 0, BLOCK, 0, 0, rows=3, step=2 * BLOCK, stride=BLOCK)
+    assert plan_load(manifest, [apart], SMALL).nbytes == 3 * BLOCK
+    close = Wanted(0, 5, 10, 0, 0, rows=300, step=20, stride=10)
+    (segment,) = plan_load(manifest, [close], SMALL).segments
+    assert segment.pieces == (
+        ((5, 0, 0, 10, (205, 20, 10)),),
+        ((9, 0, 2050, 10, (95, 20, 10)),),
+    )
 
 
 def test_a_checkpoint_may_have_other_blocks_than_the_engine() -> None:

@@ -19,6 +19,7 @@ from ckptio.plan.job import JobPlan, merge_tables, plan_job
 from ckptio.plan.replan_changed import plan_again
 from ckptio.plan.replan_followed import Followed, replan_job
 from ckptio.plan.save import plan_save
+from ckptio.plan.writers import Share
 from ckptio.shards import LeafSpec
 from tests.plan.test_job import World, parts_of, shards, worlds
 from tests.rig import SMALL
@@ -139,6 +140,9 @@ def check(world: World, job: JobPlan, old: Mapping[int, Any], *, may_be_idle: bo
         parts = assigned.parts(specs)
         if rank in old:
             assert parts == old[rank]
+        else:
+            nbytes = sum(math.prod(p.shape) * DTYPES[specs[p.leaf].dtype].itemsize for p in parts)
+            assert job.written_nbytes[rank] == nbytes
         disks.write(specs, parts)
     disks.check(job)
     referred = Counter(
@@ -401,6 +405,127 @@ def test_a_list_in_another_order_keeps_its_writers(now: list[LeafSpec]) -> None:
     check(after, again, {})
 
 
+def test_a_tensor_of_another_type_is_shared_out_anew() -> None:
+    """What ranks were to write of it are bytes of what it was."""
+    large = LeafSpec("w", "float32", (1024, 1024))
+    world: World = [[large], [large]]
+    after: World = [[large._replace(dtype="uint8")]] * 2
+    again = plan_again(plan_job(world), world, after)
+    check(after, again, {})
+
+
+def test_what_a_rank_dropped_behind_all_others_is_written_by_who_has_it() -> None:
+    """A list that ends earlier differs in its end."""
+    world: World = [[whole("a"), whole("w")], *[[whole("w"), whole("x", 90_000)]] * 2]
+    job = plan_job(world)
+    assert holders_of(job, "w") == [[0]]
+    after: World = [[whole("a")], *world[1:]]
+    again = plan_again(job, world, after)
+    assert holders_of(again, "w") in ([[1]], [[2]])
+    check(after, again, {})
+
+
+def test_what_is_as_it_was_stays_beside_what_changed_in_a_list_in_another_order() -> None:
+    """Only what is on one side of the change is shared out anew."""
+    shared = [whole(f"m{i}") for i in range(4)]
+    world: World = [[whole("a", 60_000), *shared], shared]
+    now = [whole("a", 1), shared[1], shared[0], *shared[2:]]
+    job = plan_job(world)
+    again = plan_again(job, world, [now, shared])
+    for i in range(4):
+        assert holders_of(again, f"m{i}") == holders_of(job, f"m{i}")
+
+
+@given(
+    world=worlds(),
+    replicate=st.sampled_from(["once", "local"]),
+    min_part=st.sampled_from([1, 16, MiB]),
+)
+def test_a_plan_that_is_made_again_of_the_same_is_the_same(
+    world: World, replicate: Replicate, min_part: int
+) -> None:
+    """Ranks that know it go by it, and equal plans have one name."""
+    job = plan_job(world, replicate=replicate, min_part_nbytes=min_part)
+    assert plan_again(job, world, world, replicate=replicate) == job
+    for rank, specs in enumerate(world):
+        again = replan(job, world, {rank: specs}, replicate=replicate)
+        assert again.assignments == job.assignments
+        assert again.tensors == job.tensors
+
+
+def test_a_replica_that_was_cut_is_cut_alike_again() -> None:
+    """By whom its parts were, in their order."""
+    world: World = [[whole("own", 200_000), LeafSpec("w", "float32", (1024, 1024))], [], []]
+    world[1] = world[2] = world[0][1:]
+    job = plan_job(world)
+    assert len({rank for (rank,) in holders_of(job, "w")}) == 3
+    assert plan_again(job, world, world) == job
+    after: World = [[whole("own", 800_000), *world[0][1:]], *world[1:]]
+    assert holders_of(plan_job(after), "w") != holders_of(job, "w")
+    again = plan_again(job, world, after)
+    assert holders_of(again, "w") == holders_of(job, "w")
+    check(after, again, {})
+
+
+def test_of_plans_that_cut_a_tensor_in_another_type_none_is_taken() -> None:
+    """The one that most ranks followed has what one of them had before."""
+    world: World = [[whole("w")], [whole("own1")], [whole("own2")]]
+    now: World = [[whole("w", dtype="int32")], *world[1:]]
+    plans = [Followed(plan_job(world), world, [1, 2]), Followed(plan_job(now), now, [0])]
+    again = replan_job(plans, {})
+    check(now, again, dict(enumerate(parts_of(now, plans[1].job))))
+    assert [tensor.dtype for tensor in again.tensors] == ["float32", "float32", "int32"]
+
+
+def test_what_was_written_by_any_plan_is_not_written_again() -> None:
+    """By a rank that writes now, and was to write it by another plan; but as a copy."""
+    world: World = [[whole("w")]] * 3
+    job = plan_job(world)
+    assert holders_of(job, "w") == [[0]]
+    other = plan_job(world, pins={"w": {((0,), (20_000,)): [Share(2, 0, 80_000)]}})
+    plans = [Followed(other, world, [1]), Followed(job, world, [0])]
+    changed = {2: [whole("w"), whole("x")]}
+    assert holders_of(replan_job(plans, changed), "w") == [[0]]
+    job = plan_job(world, replicate="local")
+    plans = [Followed(job, world, [1]), Followed(job, world, [0])]
+    again = replan_job(plans, changed, replicate="local")
+    assert [sorted(held) for held in holders_of(again, "w")] == [[0, 1, 2]]
+
+
+def test_plans_that_do_not_fit_together_are_told_from_ranks_that_changed() -> None:
+    """Nobody changed: each rank followed a plan that it knew."""
+    world: World = [[whole("w")], [whole("w")], [whole("w"), whole("own2", 40_000)]]
+    job = plan_job(world)
+    before: World = [[whole("w"), whole("own0", 40_000)], *world[1:]]
+    later = plan_again(plan_job(before), before, world)
+    plans = [Followed(job, world, [1]), Followed(later, world, [0, 2])]
+    with pytest.raises(StalePlanError, match=r"^the ranks followed plans of different saves, and"):
+        replan_job(plans, {})
+
+
+def test_who_was_to_write_a_tensor_writes_it_still() -> None:
+    """Where it has it still, and others that write now have it, too."""
+    world: World = [[whole("w"), whole(f"own{rank}", 90_000)] for rank in range(2)]
+    world.append([whole("w")])
+    job = plan_job(world)
+    assert holders_of(job, "w") == [[2]]
+    again = replan(job, world, {1: [whole("w")], 2: [whole("w"), whole("x")]})
+    assert holders_of(again, "w") == [[2]]
+
+
+def test_one_rank_takes_over_each_tensor_that_another_dropped() -> None:
+    """Of those that write now and hold it, the one that has taken over least."""
+    world: World = [[*map(whole, "vw"), whole(f"own{rank}", 90_000)] for rank in range(3)]
+    world.append([*map(whole, "vw")])
+    job = plan_job(world)
+    assert holders_of(job, "v") == holders_of(job, "w") == [[3]]
+    changed = {1: [*map(whole, "vwx")], 2: [*map(whole, "vwx")], 3: [whole("x")]}
+    again = replan(job, world, changed)
+    assert holders_of(again, "v") == [[1]]
+    assert holders_of(again, "w") == [[2]]
+    check(apply(world, changed), again, {0: parts_of(world, job)[0]})
+
+
 def with_own(world: World, sizes: Sequence[int]) -> World:
     """Give each rank a tensor that only it has, of a size of its own."""
     return [
@@ -489,3 +614,15 @@ def test_a_plan_that_would_be_uneven_is_made_from_the_start() -> None:
         again = plan_again(job, world, now)
         is_even = max(again.written_nbytes) == min(again.written_nbytes)
         assert is_even != stays
+
+
+def test_a_plan_is_as_even_as_one_from_the_start_beside_what_one_rank_alone_has() -> None:
+    """Where one rank writes most in any case, replicas stay where they were."""
+    shared = [whole(f"w{i}") for i in range(4)]
+    world: World = [shared, shared]
+    job = plan_job(world)
+    writers = [holders_of(job, f"w{i}") for i in range(4)]
+    now: World = [[LeafSpec("own", "uint8", (4096 * MiB,)), *shared], shared]
+    assert [holders_of(plan_job(now), f"w{i}") for i in range(4)] != writers
+    again = plan_again(job, world, now)
+    assert [holders_of(again, f"w{i}") for i in range(4)] == writers

@@ -75,6 +75,10 @@ def test_one_in_a_while_stays_for_good() -> None:
     """By number or by time; the newest is there until there is a newer one."""
     assert kept(KeepEvery(steps=40), *RUN) == {40, 80, 100}
     assert kept(KeepEvery(seconds=25), *RUN) == {10, 40, 70, 100}
+    assert kept(KeepEvery(seconds=30), *RUN) == {10, 40, 70, 100}
+    assert kept(KeepEvery(seconds=30), record(1, 0), record(2, 0), record(3, 0.5), *RUN) == {
+        1, 30, 60, 90, 100,
+    }  # fmt: skip
 
 
 def test_a_clock_that_goes_back_begins_anew() -> None:
@@ -128,6 +132,8 @@ def test_after_going_back_the_new_work_stays() -> None:
     """Steps of an abandoned future are higher than what was saved last."""
     future = [record(step, step) for step in (70, 80, 90, 100)]
     assert kept(KeepLast(2), *future, record(60, 500)) == {60, 90, 100}
+    at_once = record(50, 500), record(60, 500)
+    assert kept(KeepLast(2), *future, *at_once) == {60, 90, 100}
 
 
 @given(records=records, policy=policies)
@@ -188,10 +194,14 @@ def test_a_union_keeps_what_either_keeps(
         lambda: KeepEvery(steps=0),
         lambda: KeepEvery(seconds=math.inf),
         lambda: KeepEvery(seconds=0),
+        lambda: KeepEvery(seconds=True),
+        lambda: KeepEvery(seconds="3"),  # type: ignore[arg-type]  # refused
         lambda: KeepBest(0, "loss", "min"),
         lambda: KeepBest(1, "", "min"),
+        lambda: KeepBest(1, 3, "min"),  # type: ignore[arg-type]  # refused
         lambda: KeepBest(1, "loss", "best"),  # type: ignore[arg-type]  # refused
         lambda: KeepSteps(-1),
+        lambda: KeepSteps(1.5),  # type: ignore[arg-type]  # refused
         lambda: KeepIf(3),  # type: ignore[arg-type]  # refused
         SaveEvery,
         lambda: KeepBest(1, "loss", np.array(["min", "max"])),  # type: ignore[arg-type]  # refused
@@ -221,6 +231,12 @@ def test_every_multiple_is_due_once(every: int, steps: list[int]) -> None:
         if due:
             last, num_saves = now, num_saves + 1
     assert num_saves <= now // every
+
+
+def test_a_run_that_went_back_saves_at_multiples() -> None:
+    """Those that it comes by again, and not each step until it is where it was."""
+    every = SaveEvery(steps=4)
+    assert [step for step in range(1, 11) if every.is_due(step, 11)] == [4, 8]
 
 
 def test_time_is_a_number_of_seconds_to_wait() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptio.config import PAGE_NBYTES, CheckpointConfig, KiB
@@ -118,6 +118,15 @@ def test_the_table_says_where_the_pieces_are(
     assert found == {t.name: (t.chunks[0].file, t.chunks[0].start) for t in table}
 
 
+@example(
+    leaves=[
+        LeafSpec("odd", "uint8", (4097,)),
+        LeafSpec("page", "uint8", (4096,)),
+        LeafSpec("few", "float64", (2,)),
+        LeafSpec("more", "int16", (9,)),
+    ],
+    config=SMALL,
+)
 @given(leaves=leaf_lists(), config=configs)
 def test_every_tensor_lies_aligned(leaves: list[LeafSpec], config: CheckpointConfig) -> None:
     """On a multiple of its element size; on a page, if it is a whole number of pages."""

@@ -133,6 +133,40 @@ def test_what_is_small_and_much_is_shared_out() -> None:
     assert abs(found[1] - found[2]) <= 60 * KiB
 
 
+def test_what_goes_to_the_lowest_rank_is_limited_over_all_pools() -> None:
+    """Small items may be many, and in many sets of ranks that have one lowest rank."""
+    num = 16 * MiB // (64 * KiB)
+    pools = [Pool(ranks, [Item(64 * KiB)] * num) for ranks in ((0, 1), (0, 1, 2))]
+    shares = share_out([0, 0, 0], pools, turns=[0, 1, 2], min_part_nbytes=MiB)
+    assert {share.rank for (share,) in shares[0]} == {0}
+    assert {share.rank for (share,) in shares[1]} == {1, 2}
+    (few,) = share_out([MiB, 0], [Pool((0, 1), [Item(KiB)] * 9)], turns=[0, 1], min_part_nbytes=MiB)
+    assert {share.rank for (share,) in few} == {0}
+
+
+def test_largest_items_are_dealt_first() -> None:
+    """So that what comes last evens out what came before."""
+    pool = Pool((0, 1), [Item(4 * MiB), Item(4 * MiB), Item(8 * MiB)])
+    (shares,) = share_out([0, 0], [pool], turns=[0, 1], min_part_nbytes=MiB)
+    assert [share.rank for (share,) in shares] == [1, 1, 0]
+
+
+def test_what_a_rank_lacks_of_one_pool_it_gets_of_the_next() -> None:
+    """An item that is not cut leaves others behind."""
+    pools = [Pool((0, 1), [Item(10 * MiB)]), Pool((0, 1, 2), [Item(MiB)] * 20)]
+    shares = share_out([0, 0, 0], pools, turns=[0, 1, 2], min_part_nbytes=MiB)
+    assert written([0, 0, 0], shares) == [10 * MiB] * 3
+
+
+def test_parts_are_not_small_where_ranks_write_much() -> None:
+    """An item of less than two of them stays whole, and is cut where it is two."""
+    for nbytes, num in ((2 * MiB - 1024, 1), (2 * MiB, 2)):
+        pool = Pool((0, 1), [Item(nbytes, (1024,))])
+        loads = [16 * MiB] * 32
+        (shares,) = share_out(loads, [pool], turns=range(32), min_part_nbytes=MiB)
+        assert len(shares[0]) == num
+
+
 def test_cuts_lie_between_rows_where_that_is_near() -> None:
     """Steps that come first are better, unless a part would be far from its share."""
     row, element = 10 * MiB, 1 * MiB
@@ -141,6 +175,24 @@ def test_cuts_lie_between_rows_where_that_is_near() -> None:
     assert shares == [[Share(0, 0, 2 * row), Share(1, 2 * row, 4 * row)]]
     (shares,) = share_out([0, 8 * MiB], [Pool((0, 1), items)], turns=[0, 1], min_part_nbytes=MiB)
     assert shares == [[Share(0, 0, 24 * MiB), Share(1, 24 * MiB, 4 * row)]]
+
+
+def test_cuts_are_moved_between_rows_by_less_than_a_part() -> None:
+    """Down, or up, from inside of a row; and stay there if both are far."""
+    row = 10 * MiB
+    for num, load, cut in ((4, 1, 20), (3, 9, 20), (4, 8, 24)):
+        items = [Item(num * row, (row, 64 * KiB))]
+        (shares,) = share_out(
+            [0, load * MiB], [Pool((0, 1), items)], turns=[0, 1], min_part_nbytes=MiB
+        )
+        assert shares == [[Share(0, 0, cut * MiB), Share(1, cut * MiB, num * row)]]
+
+
+def test_what_a_rank_gets_in_a_row_is_one_share() -> None:
+    """Where a cut leaves it behind the others still, and there is no other place to cut."""
+    items = [Item(24 * MiB, (10 * MiB,))]
+    (shares,) = share_out([0, 14 * MiB], [Pool((0, 1), items)], turns=[0, 1], min_part_nbytes=MiB)
+    assert shares == [[Share(0, 0, 24 * MiB)]]
 
 
 def test_a_ring_of_pairs_finds_its_level() -> None:
