@@ -22,6 +22,7 @@ from ckptio.config import PAGE_NBYTES, KiB
 from ckptio.engine import lanes
 from ckptio.engine.landing import check_into
 from ckptio.errors import (
+    CheckpointExistsError,
     CorruptionError,
     SaveAbortedError,
     StateError,
@@ -341,6 +342,22 @@ def test_tensors_are_let_go_of_when_they_are_copied(tmp_path: Path, *, fails: bo
                 handle.result()
         else:
             handle.result()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_the_handle_of_a_save_that_failed_has_no_tensors(tmp_path: Path) -> None:
+    """Nobody learned that they are copied: there was no place to write them to."""
+    with ckptio.sync.Engine(SMALL) as engine:
+        engine.save({"t": torch.zeros(3)}, tmp_path / "c")
+        tensor = torch.arange(3 * SMALL.block_nbytes, dtype=torch.uint8)
+        gone = threading.Event()
+        weakref.finalize(tensor, gone.set)
+        handle = engine.start_save({"t": tensor}, tmp_path / "c")
+        del tensor
+        with pytest.raises(CheckpointExistsError):
+            handle.result()
+        assert gone.wait(60)
+        assert handle.committed.done()
 
 
 #: Fewer slabs than readers, so that some of these wait for a slab that they never need.
