@@ -46,10 +46,10 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def storage_error(error: OSError, path: str, doing: str) -> StorageError:
-    """Say what was being done when the system said `error`."""
+def storage_error(error: OSError, path: str, doing: str, *, writes: bool = True) -> StorageError:
+    """Say what was being done when the system said `error`; `writes` says if it changes things."""
     code = error.errno or errno.EIO
-    said = obstacle_in(path, code) or error.strerror or error
+    said = obstacle_in(path, code, writes=writes) or error.strerror or error
     return StorageError(f"{doing}: {said}", path=path, code=code)
 
 

@@ -66,7 +66,7 @@ def list_entries(root: str, accepts: Callable[[str], bool] | None) -> list[os.Di
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise storage_error(error, root, "cannot list the checkpoints") from error
+        raise storage_error(error, root, "cannot list the checkpoints", writes=False) from error
     return sorted(named, key=lambda entry: entry.name)
 
 

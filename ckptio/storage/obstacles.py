@@ -6,12 +6,13 @@ import errno
 import os
 
 
-def obstacle_in(path: str, code: int) -> str:
+def obstacle_in(path: str, code: int, *, writes: bool = True) -> str:
     """Name what a checkpoint's directory could not be made for, and the way out.
 
     Args:
         path: What was to be read or made.
         code: What the system said of it.
+        writes: Whether it was to be made. Whoever reads is not told to remove anything.
 
     Returns:
         Words for an error; empty if nothing is found there now that would explain it.
@@ -21,9 +22,8 @@ def obstacle_in(path: str, code: int) -> str:
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     if code == errno.ENOTDIR and not os.path.isdir(path):
-        return (
-            f"a checkpoint is a directory, and {path!r} is a file; remove it, or give another path"
-        )
+        way_out = "remove it, or give another path" if writes else "give another path"
+        return f"a checkpoint is a directory, and {path!r} is a file; {way_out}"
     if code == errno.ENOENT and os.path.islink(path) and not os.path.exists(path):
         return (
             f"{path!r} is a link to {_target_of(path)!r}, which is not there; make that directory,"

@@ -190,6 +190,17 @@ async def test_a_root_lists_directories_and_which_are_committed(
         await root_at(tmp_path / "run" / "notes.txt", threads).find()
 
 
+@pytest.mark.parametrize("below", ["", "runs/a"])
+async def test_nobody_who_lists_a_file_is_told_to_remove_it(
+    tmp_path: Path, threads: Threads, below: str
+) -> None:
+    """Reading takes no room from it: what is wrong is the path."""
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(StorageError, match="notes' is a file; give another path") as caught:
+        await root_at(tmp_path / "notes" / below, threads).find()
+    assert "remove" not in str(caught.value)
+
+
 async def test_a_name_of_which_nobody_can_tell_is_not_taken_for_nothing(
     tmp_path: Path, threads: Threads
 ) -> None:
