@@ -7,6 +7,7 @@ final name is whole. (Not synced with `durability="none"`, as in a save.)
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -199,9 +200,9 @@ def write_shard(
         sync_kept(path, config)
         advance(sum(leaf.nbytes for leaf in shard.leaves))
         return Written(name, shard.nbytes, was_there=True)
+    _require_file(path)
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
-    _require_file(path)
 
     def fill(fd: int) -> None:
         file = StreamWriter(fd, config)
@@ -213,16 +214,19 @@ def write_shard(
 
 
 def _require_file(path: str) -> None:
-    """Refuse to replace what only looks like a file.
+    """Refuse to replace what is no file.
 
     Raises:
-        StorageError: It is a FIFO, a device, a socket.
+        StorageError: It is a directory, a FIFO, a device, a socket.
     """
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
     except OSError:  # nothing is there, or whoever writes says why not
         return
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+    if stat.S_ISDIR(mode):
+        problem = "a file is to be written, and a directory is here; give the path of a file"
+        raise StorageError(problem, path=path, code=errno.EISDIR)
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise StorageError("there is something that is no file; it stays", path=path)
 
 

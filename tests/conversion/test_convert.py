@@ -28,6 +28,7 @@ from ckptio.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
+    StorageError,
     TargetError,
 )
 from ckptio.format.manifest import DOCUMENT_NAME, Chunk, TensorEntry
@@ -445,6 +446,18 @@ def test_nothing_else_is_written_beside_a_checkpoint_of_ours(
     with pytest.raises(CheckpointExistsError):
         sync.convert(source, there, to=to, overwrite=overwrite, config=SMALL)
     assert sorted(os.listdir(there)) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_in_the_place_of_a_file_is_called_one(
+    tmp_path: Path, *, overwrite: bool
+) -> None:
+    """It is no checkpoint to pass overwrite=True for, and stays."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    (tmp_path / "run" / "notes").mkdir(parents=True)
+    with pytest.raises(StorageError, match="a directory is here; give the path of a file"):
+        sync.convert(source, tmp_path / "run", to="safetensors", overwrite=overwrite, config=SMALL)
+    assert os.listdir(tmp_path / "run") == ["notes"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
