@@ -137,7 +137,7 @@ class Engine(Gauges):
             state: Any nesting of dicts, lists, tuples and sets with tensors, arrays,
                 numbers, strings, bytes, dates, paths, dataclasses, enums and the like.
                 Objects with `state_dict` and `load_state_dict` are saved as their state.
-            path: A directory or URL. Neither it nor its parents need to exist.
+            path: A directory (`~` is the home) or URL. Neither it nor its parents need to exist.
             overwrite: Replace a checkpoint that is there, on both tiers. The old one can be loaded
                 until the new one is committed, and is removed then. Without it, `await handle`
                 raises `CheckpointExistsError` if the path holds a checkpoint.

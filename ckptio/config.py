@@ -78,10 +78,10 @@ class CheckpointConfig:
         direct_io: `"auto"`: bypass the page cache where the file system can. `"off"`: write
             through it, with early write-back, and leave it there: a load that follows on this
             machine reads memory, which the system takes back where it needs it.
-        file_mode: Permission bits of new files, whatever the umask. Owners must be able to
-            read and write.
-        dir_mode: Permission bits of new directories, whatever the umask; a directory whose
-            parent has the set-group-ID bit has it, too. Owners must have all three.
+        file_mode: Permission bits of new files, whatever the umask; 0o600 by default. Owners must
+            be able to read and write.
+        dir_mode: Permission bits of new directories, whatever the umask; 0o700 by default. A
+            directory whose parent has the set-group-ID bit has it, too. Owners must have all three.
         cache_entries: Maximum number of manifests in the metadata cache.
         cache_nbytes: Maximum bytes of manifests in the metadata cache.
         cache_ttl_s: Seconds for which a cached manifest is used without asking whether it is

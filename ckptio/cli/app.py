@@ -20,7 +20,7 @@ _INTERRUPTED = 130  # as a shell says of a program that SIGINT ended
 app = typer.Typer(
     name="ckptio",
     help=(
-        "Look at checkpoints of ckptio, and verify them.\n\n"
+        "Look at checkpoints, verify, compare and convert them, and remove old ones.\n\n"
         "Exit codes: 0 fine; 1 damage was found; 2 wrong usage, no such path, no checkpoint"
         " there, or it cannot be read; 3 a bug of ckptio; 130 interrupted. With several"
         " checkpoints damage (1) outranks the rest.\n\n"
@@ -94,7 +94,7 @@ def options(
     """Take the options that stand before a command. The help is in `app`."""
 
 
-@app.command()
+@app.command(short_help="List the checkpoints at and below a directory or URL.")
 def ls(
     root: Annotated[str, typer.Argument(help="A directory or URL, or a checkpoint.")] = ".",
     *,
@@ -134,7 +134,7 @@ def ls(
     )
 
 
-@app.command()
+@app.command(short_help="Show what is in a checkpoint: names, types, shapes.")
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint.")],
     *,
@@ -163,7 +163,7 @@ def show(
     _finish(lambda: run(path, select=select, storage_options=storage_options, as_json=as_json))
 
 
-@app.command()
+@app.command(short_help="Read every byte, and compare it with its checksums.")
 def verify(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Checkpoints.")],
     *,
@@ -197,7 +197,7 @@ def verify(
     )
 
 
-@app.command()
+@app.command(short_help="Say how two checkpoints differ.")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, of any known format.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
@@ -229,7 +229,7 @@ def diff(
     _finish(lambda: run(a, b, select, strips, storage_options=storage_options, as_json=as_json))
 
 
-@app.command()
+@app.command(short_help="Convert a checkpoint to another format.")
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, of any format.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="What to write.")],
@@ -295,7 +295,7 @@ def convert(
     )
 
 
-@app.command()
+@app.command(short_help="Remove the steps of a run that no option keeps.")
 def prune(
     root: Annotated[str, typer.Argument(help="The directory or URL of a run.")],
     *,
@@ -368,7 +368,7 @@ def prune(
     )
 
 
-@app.command()
+@app.command(short_help="Say what a file system or store can do for saves.")
 def doctor(
     path: Annotated[str, typer.Argument(help="A directory that is there, or a URL.")] = ".",
     *,

@@ -77,6 +77,16 @@ def test_wrong_usage_is_a_document_where_one_is_waited_for(
     assert not capsys.readouterr().out
 
 
+def test_the_list_of_commands_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a line of its own, even in a narrow terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--help").stdout.partition("Commands:")[2].splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [
+        *("ls", "show", "verify", "diff", "convert", "prune", "doctor")
+    ]
+    assert not [line for line in lines if "..." in line]
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "--help", "--version"])
 def test_no_command_imports_torch(command: str, ckpt: Path) -> None:
     """Not even through numpy or a state: a command answers in a fraction of torch's import."""
