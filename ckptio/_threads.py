@@ -30,7 +30,7 @@ P = ParamSpec("P")
 NUM_ODD_JOBS = 4
 #: Seconds after which what asks a storage counts as hung, if other work waits.
 HUNG_S = 10.0
-#: So many hung threads at the most, of one kind.
+#: From so many hung threads of one kind on no more are taken for that.
 _MAX_HUNG = 64
 
 

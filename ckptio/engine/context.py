@@ -77,8 +77,8 @@ class EngineContext:
     Attributes:
         config: Options.
         executor: Threads for whatever blocks and has none of its own.
-        copiers: Threads that copy slabs. As many as may copy at a time, and so with every
-            limit here: whoever waits for a thread takes it over without a hop to the loop.
+        copiers: Threads that copy slabs. As many as may copy at a time: whoever waits for one
+            takes it over without a hop to the loop.
         writers: Threads that sum and write slabs.
         readers: Threads that read, verify and land ranges.
         waiters: Threads that wait for devices in saves.

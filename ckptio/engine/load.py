@@ -85,7 +85,7 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
         start, stop = sorted((size or 0, entry.nbytes))
         reading.damaged(
             CorruptionError(
-                f"{problem} instead of one of {entry.nbytes}",
+                f"{problem} instead of one of {entry.nbytes} bytes",
                 path=reading.storage.path,
                 file=entry.name,
                 start=start,
