@@ -500,8 +500,9 @@ def test_the_copy_of_what_another_program_has_replaced_is_told() -> None:
         async with inline_engine(storages) as engine:
             handle = engine.save(random_state(SIZES), "near/a", then="far/a")
             await handle
-            with pytest.raises(CheckpointChangedError):
+            with pytest.raises(CheckpointChangedError) as raised:
                 await handle.durable
+            assert not getattr(raised.value, "__notes__", []), "it would say that the copy is owed"
         assert storages["far/a"].manifest is None
         assert storages["far/a"].files == {}
 
@@ -766,6 +767,27 @@ def test_what_cannot_be_looked_at_stops_no_copy_that_a_save_takes_up() -> None:
             await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
         assert_alike(storages)
         assert_alike(storages, "near/b", "far/b")
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_is_owed_is_looked_for_once_when_the_second_tier_is_back() -> None:
+    """By the next save; later ones list the directory no more."""
+    names = [f"{place}/{name}" for name in "abc" for place in ("near", "far")]
+
+    async def scenario() -> None:
+        storages = {name: MemoryStorage(name) for name in names}
+        async with inline_engine(storages) as engine:
+            storages["far/a"].fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            storages["far/a"].fault = None
+            copies = engine._core.context.copies
+            for name, owing in (("b", {"near": True}), ("c", {})):
+                await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
+                assert copies.owing == owing
+        for name in "abc":
+            assert_alike(storages, f"near/{name}", f"far/{name}")
 
     run_virtual(scenario(), seed=0)
 

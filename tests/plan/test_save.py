@@ -337,6 +337,11 @@ def test_a_part_has_the_name_of_its_tensor_if_it_is_alone() -> None:
     ]  # fmt: skip
     assert names_in(plan_save(leaves, SMALL, parts)) == {"w@4,0", "w@@6,0", "b", "w@6,0"}
     assert names_in(plan_save(leaves, SMALL, parts[:1])) == {"w"}
+    leaves[1] = leaves[0]._replace(name="w@")
+    parts[2:3] = [part._replace(leaf=1) for part in parts[:2]]
+    assert names_in(plan_save(leaves, SMALL, parts)) == {
+        "w@4,0", "w@@6,0", "w@@4,0", "w@@@6,0", "w@6,0",
+    }  # fmt: skip
 
 
 def test_a_shard_is_not_saved_alone() -> None:
