@@ -9,6 +9,8 @@ import subprocess
 
 import torch
 
+from ckptio.cli.doctor import file_system_of
+
 #: Packages that a peer is made of, or that a store is reached through.
 _PEERS = (
     "safetensors",
@@ -32,7 +34,7 @@ def describe_machine(directory: str) -> dict[str, str]:
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "file system": _file_system(directory),
+        "file system": file_system_of(directory) or "unknown",
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": _version("torch"),
@@ -86,20 +88,3 @@ def _cpu_model() -> str:
 
 def _device() -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-
-
-def _file_system(directory: str) -> str:
-    """Give the type of the file system with the longest mount point above `directory`."""
-    path = os.path.realpath(directory)
-    best, kind = "", "unknown"
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                _, mount, name = line.split()[:3]
-                mount = mount.encode().decode("unicode_escape")
-                is_above = path == mount or path.startswith(mount.rstrip("/") + "/")
-                if is_above and len(mount) >= len(best):
-                    best, kind = mount, name
-    except OSError:
-        pass
-    return kind
