@@ -32,13 +32,12 @@ def parent_of(path: str) -> str:
 
 async def take_up(root: str, context: EngineContext) -> None:
     """Make the copies that earlier runs owed. What fails was told the observer, or the log."""
-    with contextlib.suppress(CheckpointError):  # an event has each, and that of the list
-        await finish_copies(root, context, may_be_new=True)
+    # an event has each, and that of the list; and there need not be a directory yet
+    with contextlib.suppress(CheckpointError):
+        await finish_copies(root, context)
 
 
-async def finish_copies(
-    root: PathLike, context: EngineContext, *, may_be_new: bool = False
-) -> tuple[str, ...]:
+async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ...]:
     """Make the copies that are owed of a checkpoint, and of those in a directory.
 
     On the engine's loop, and to the end also where the engine's block is left meanwhile.
@@ -46,7 +45,6 @@ async def finish_copies(
     Args:
         root: The checkpoint or the directory.
         context: The engine's. With several ranks, rank 0 does all of it.
-        may_be_new: Whether there need not be a directory yet. In object stores there is none.
 
     Returns:
         Where copies were made, by path of the first tier.
@@ -56,7 +54,7 @@ async def finish_copies(
             somebody else's: the first of these; all others were tried. Each is told by an event,
             too.
         CheckpointNotFoundError: There is no directory: nobody is to read out of that that
-            nothing is owed.
+            nothing is owed. In object stores there is none.
     """
     if context.ranks.rank != 0:
         return ()
@@ -70,7 +68,7 @@ async def finish_copies(
         raise
     for name, why in unseen:
         _tell(context, place.join(name), why)
-    is_unsure = not (found or unseen or may_be_new) and isinstance(place, LocalRoot)
+    is_unsure = not (found or unseen) and isinstance(place, LocalRoot)
     if is_unsure and not await run_blocking(context.executor, os.path.exists, place.path):
         raise CheckpointNotFoundError(place.path, "there is no such directory")
     paths += [place.join(item.name) for item in found if item.version is not None]

@@ -792,6 +792,27 @@ def test_what_is_owed_is_looked_for_once_when_the_second_tier_is_back() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_what_an_earlier_run_owed_is_tried_again_when_its_copy_failed_again() -> None:
+    """By a save of the same run, when one was copied: the second tier is back."""
+    names = [f"{place}/{name}" for name in "abcd" for place in ("near", "far")]
+
+    async def scenario() -> None:
+        storages = {name: MemoryStorage(name) for name in names}
+        storages["far/a"].fault = fail_kind("begin")
+        async with inline_engine(storages) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        async with inline_engine(storages) as engine:
+            for name in "bcd":
+                await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
+                await asyncio.sleep(1)  # until what it took up has ended
+                storages["far/a"].fault = None
+        for name in "abcd":
+            assert_alike(storages, f"near/{name}", f"far/{name}")
+
+    run_virtual(scenario(), seed=0)
+
+
 # loading
 
 
