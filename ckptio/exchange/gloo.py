@@ -165,6 +165,7 @@ class GlooLink:
         self._threads = Threads(_MAX_WAITS, "ckptio-exchange")
         self._a_peer = (rank + 1) % world_size
         self._is_broken = False
+        self._why_broken = _BROKEN
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
@@ -199,17 +200,17 @@ class GlooLink:
         """Run a transfer on a thread, and break the link if it is cancelled meanwhile."""
         group = self._group
         if group is None or self._is_broken:
-            raise PeerLostError(_BROKEN, ranks=ranks)
+            raise PeerLostError(self._why_broken, ranks=ranks)
         loop = asyncio.get_running_loop()
         try:
             await outlive(
                 loop.run_in_executor(self._threads, carry, group), on_cancel=self._break_off
             )
         except RuntimeError as error:
-            raise PeerLostError(
-                f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}",
-                ranks=ranks,
-            ) from error
+            why = f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}"
+            if self._why_broken == _BROKEN:  # what others say that begin before this is raised
+                self._why_broken = why
+            raise PeerLostError(why, ranks=ranks) from error
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for messages, all of them: the memory is the caller's again afterwards."""

@@ -124,6 +124,18 @@ async def test_one_lost_taker_does_not_leave_the_slab_with_another() -> None:
                     await a.send([1, 2], 1, slab, MiB)
 
 
+async def test_what_begins_behind_a_failure_says_what_failed() -> None:
+    """It may end before the failure is told, which waits for those that it has stopped."""
+    async with links(2) as (a, b):
+        b._break_off()
+        with pytest.raises(PeerLostError) as first:
+            await give(a, [1], 1, b"x" * MiB)
+        a._break_off()
+        with pytest.raises(PeerLostError, match=r"^the exchange with rank 1 broke off") as next_one:
+            await give(a, [1], 2, b"x")
+        assert str(next_one.value) == str(first.value)
+
+
 async def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
     """The error says where they were to meet."""
     async with serve_store(LOOPBACK, 1.0) as address:
