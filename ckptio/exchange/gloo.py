@@ -208,7 +208,7 @@ class GlooLink:
             )
         except RuntimeError as error:
             why = f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}"
-            if self._why_broken == _BROKEN:  # what others say that begin before this is raised
+            if self._why_broken == _BROKEN:  # whatever begins behind it says it, too
                 self._why_broken = why
             raise PeerLostError(why, ranks=ranks) from error
 

@@ -54,7 +54,7 @@ async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ..
             somebody else's: the first of these; all others were tried. Each is told by an event,
             too.
         CheckpointNotFoundError: There is no directory: nobody is to read out of that that
-            nothing is owed. In object stores there is none.
+            nothing is owed. (Object stores have none, and this is not raised there.)
     """
     if context.ranks.rank != 0:
         return ()

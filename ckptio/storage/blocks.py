@@ -47,7 +47,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def storage_error(error: OSError, path: str, doing: str, *, writes: bool = True) -> StorageError:
-    """Say what was being done when the system said `error`; `writes` says if it changes things."""
+    """Say what was being done when the system said `error`; `writes` as for `obstacle_in`."""
     code = error.errno or errno.EIO
     said = obstacle_in(path, code, writes=writes) or error.strerror or error
     return StorageError(f"{doing}: {said}", path=path, code=code)

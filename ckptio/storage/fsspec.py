@@ -120,7 +120,10 @@ class FsspecBackend:
         finally:
             thread.shutdown(wait=False)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it refers to this frame: no reference cycle
         return FsspecStore(fs, self._protocol, config.max_requests, secrets_of(own))
 
     def _why_not_made(self, options: Mapping[str, Any], error: Exception) -> Exception:
