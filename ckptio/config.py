@@ -236,7 +236,9 @@ class CheckpointConfig:
                 try:
                     options[name] = int(text, 0)
                 except ValueError:
-                    raise ConfigError(f"{key} must be an int, not {text!r}") from None
+                    raise ConfigError(
+                        f"{key} must be an int (octal: 0o640), not {text!r}"
+                    ) from None
             elif isinstance(fields[name].default, float):
                 try:
                     options[name] = float(text)

@@ -208,6 +208,11 @@ def test_a_slice_of_what_is_stored_as_bytes_is_refused(engine: sync.Engine, tmp_
     for name, what in (("big", "an array of '>f4'"), ("days", "an array of"), ("bytes", "bytes")):
         with pytest.raises(TargetError, match=f"{name!r} is {what}.* with select="):
             engine.load_slice(tmp_path / "c", name, 0)
+    state["step"] = 3
+    engine.save(state, tmp_path / "d")
+    with pytest.raises(TargetError, match=r"no tensor 'step'.*load\(select=\) takes other values"):
+        engine.load_slice(tmp_path / "d", "step", 0)
+    assert engine.load(tmp_path / "d", select="step") == {"step": 3}
     assert engine.load_slice(tmp_path / "c", "array", slice(1, 3)).tolist() == [1, 2]
     assert engine.load_slice(tmp_path / "c", "flags", 0).item() is True
 

@@ -65,7 +65,10 @@ class Named:
             return entry, node if node[TAG] == "view" else None
         if entry is not None:
             return entry, None
-        raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
+        raise TargetError(
+            f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists what there is, and"
+            " load(select=) takes other values, too"
+        )
 
     def _node(self, name: str) -> Json:
         """Give the node that has a name in the tree; the first, should there be several."""
