@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio._aio import outlive, run_blocking, shielded, take_back_cancel
+from ckptio._aio import GRACE_S, outlive, run_blocking, shielded, take_back_cancel
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
@@ -118,6 +117,8 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
 async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None:
     """Clean up, to the end: an abort that comes meanwhile comes too late for what is committed.
 
+    Behind it, a store that says nothing is not waited for until its last try.
+
     Raises:
         RankError, StorageError: Nobody can tell whether it is; as `_JointSave.clean_up`.
         asyncio.CancelledError: It is not, and was aborted meanwhile.
@@ -125,7 +126,7 @@ async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None
     cleaning = asyncio.ensure_future(save.clean_up(error))
     try:
         try:
-            committed = await outlive(cleaning)
+            committed = await outlive(cleaning, on_cancel=save.hurry)
         except asyncio.CancelledError:
             committed = cleaning.result()  # or its doubt, which says more than the abort does
             if committed is None:
@@ -151,6 +152,8 @@ class _JointSave:
         self._vouched = False
         self._session: Session | None = None
         self._failure: StorageError | None = None  # this rank's own; of the commit, on rank 0
+        self._look: asyncio.Timeout | None = None
+        self._looks_until_s: float | None = None
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
@@ -270,21 +273,36 @@ class _JointSave:
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
-        with contextlib.suppress(CheckpointError):  # nothing that can be read: in doubt
-            _, data = await self._job.storage.read_manifest()
-            if not isinstance(data, bytes):  # of what another program wrote
-                return None
-            manifest = await run_blocking(self._context.executor, decode_manifest, data)
-            if manifest.save_id == self._job.save_id:
-                await self._job.storage.locate(gives_up=False)
-                self._context.cache.forget(self._job.storage)
-                return SaveReceipt(
-                    nbytes=manifest.nbytes,
-                    num_files=len(manifest.files),
-                    num_tensors=len(manifest.tensors),
-                    plan_reused=False,
-                )
-        return None
+        try:
+            async with asyncio.timeout_at(self._looks_until_s) as self._look:
+                return await self._find_own()
+        except (CheckpointError, TimeoutError):  # nothing that can be read: in doubt
+            return None
+        finally:
+            self._look = None
+
+    async def _find_own(self) -> SaveReceipt | None:
+        """Read the manifest that is there, and say what was saved if it is this save's."""
+        _, data = await self._job.storage.read_manifest()
+        if not isinstance(data, bytes):  # of what another program wrote
+            return None
+        manifest = await run_blocking(self._context.executor, decode_manifest, data)
+        if manifest.save_id != self._job.save_id:
+            return None
+        await self._job.storage.locate(gives_up=False)
+        self._context.cache.forget(self._job.storage)
+        return SaveReceipt(
+            nbytes=manifest.nbytes,
+            num_files=len(manifest.files),
+            num_tensors=len(manifest.tensors),
+            plan_reused=False,
+        )
+
+    def hurry(self) -> None:
+        """Look for the manifest for `GRACE_S` from now on at the most: somebody has given up."""
+        self._looks_until_s = asyncio.get_running_loop().time() + GRACE_S
+        if self._look is not None:
+            self._look.reschedule(self._looks_until_s)
 
     def _common(self, kind: str) -> dict[str, Json]:
         """Say what has to be the same on all ranks."""

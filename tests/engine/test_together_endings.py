@@ -420,6 +420,43 @@ def test_who_aborts_while_it_looks_what_became_of_a_save_is_told_of_that(late: i
     run(scenario(), seed=0)
 
 
+class SaysNothing(MemoryStorage):
+    """Does not tell a rank what is there, until a request for it is tried no more."""
+
+    async def read_manifest(self) -> tuple[int, bytes]:
+        self.step("look")
+        await asyncio.sleep(500.0)
+        raise StorageError("no answer", path="memory", code=errno.ETIMEDOUT)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_aborts_while_it_looks_does_not_wait_for_a_silent_store(late: int) -> None:
+    """It gets ten seconds more; what became of the save is in doubt then."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            silent = same_place(ranks, SaysNothing)
+            give_place(ranks, late, silent)
+            silent._max_delay_s = 0.5
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            handles[1].abort()
+            while not any(operation.kind == "look" for operation in silent.operations):
+                await asyncio.sleep(0.001)
+            begun_s = now_s()
+            handles[late].abort()
+            error = (await outcomes_of(handles))[late]
+            assert isinstance(error, RankError)
+            assert error.in_doubt
+            assert now_s() - begun_s < 15
+            give_place(ranks, late, ranks.storages[late])
+            await check_saved(ranks)
+            assert silent.counts.num_open_attempts == 0
+
+    run(scenario(), seed=0)
+
+
 class SlowToPublish(MemoryStorage):
     """Takes a while to publish a manifest, whatever happens meanwhile."""
 
