@@ -54,18 +54,20 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
         asyncio.CancelledError: The caller was cancelled; `future` is done by then.
     """
     try:
-        await wait((future,))
-    except GeneratorExit:  # nobody runs the caller any more, so nothing can be waited for
-        raise
-    except BaseException:
-        if on_cancel is not None:
-            on_cancel()
-        await wait_out(future)
-        raise
-    try:
+        try:
+            await wait((future,))
+        except GeneratorExit:  # nobody runs the caller any more, so nothing can be waited for
+            raise
+        except BaseException:
+            if on_cancel is not None:
+                on_cancel()
+            await wait_out(future)
+            raise
         return future.result()
     finally:
-        del future, on_cancel  # its error refers to this frame: no reference cycle
+        # its error refers to this frame, or to a cancellation that does, if the caller raises that
+        # error as it handles the cancellation: no reference cycle
+        del future, on_cancel
 
 
 async def wait(futures: Iterable[asyncio.Future[Any]], *, timeout_s: float | None = None) -> None:
