@@ -182,10 +182,13 @@ def reason_of(error: FileNotFoundError) -> Exception | None:
 def is_of_a_server(error: Exception) -> bool:
     """Whether a file system could not be made for want of its server: it may be there later.
 
-    Not if a file of this machine was wanted (a key), or an option makes no sense.
+    Not if a file of this machine was wanted (a key), if an option makes no sense, or if the server
+    was there and has refused what it was given.
     """
     here = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-    return isinstance(error, (OSError, EOFError)) and not isinstance(error, here)
+    if isinstance(error, here) or not isinstance(error, (OSError, EOFError)):
+        return False
+    return isinstance(told(error)[0], TransientError)
 
 
 def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -356,6 +357,14 @@ def test_what_a_failure_came_from_is_not_shown_if_it_is_secret(kind: str) -> Non
     assert told(ValueError("it failed"))[1]
 
 
+class HttpError(OSError):
+    """An answer, as requests raises it: `requests.HTTPError` is an `OSError`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} of a server")
+        self.response = types.SimpleNamespace(status_code=status)
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, ConnectionRefusedError])
 @pytest.mark.usefixtures("no_collections")
 async def test_a_file_system_that_cannot_be_made_shows_no_options(kind: type[Exception]) -> None:
@@ -391,6 +400,7 @@ async def test_a_file_system_that_cannot_be_made_shows_no_options(kind: type[Exc
         socket.gaierror(socket.EAI_NONAME, "no such host"),
         OSError(None, "Unable to connect to port 22 on 10.0.0.1"),  # paramiko's
         EOFError("the connection was closed"),
+        HttpError(503),
     ],
 )
 async def test_a_server_that_is_away_is_no_wrong_option(error: Exception) -> None:
@@ -409,20 +419,29 @@ async def test_a_server_that_is_away_is_no_wrong_option(error: Exception) -> Non
             await engine.load("away://a/b")
 
 
-async def test_a_key_that_is_missing_here_is_a_wrong_option() -> None:
-    """It is not the server that does not have it."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "no such file", "id_rsa"),
+        OSError(errno.EROFS, "read-only file system", "/var/cache"),
+        HttpError(401),
+        HttpError(404),
+    ],
+)
+async def test_what_is_no_want_of_a_server_is_a_wrong_option(error: Exception) -> None:
+    """A key that this machine does not have, or what the server has refused."""
 
-    class Keyless(SyncFileSystem):
-        protocol = "keyless"
+    class Refused(SyncFileSystem):
+        protocol = "refused"
         cachable = False
 
         def __init__(self, **_: Any) -> None:
-            raise FileNotFoundError(errno.ENOENT, "no such file", "id_rsa")
+            raise error
 
-    fsspec.register_implementation("keyless", Keyless, clobber=True)
+    fsspec.register_implementation("refused", Refused, clobber=True)
     async with Engine() as engine:
-        with pytest.raises(ConfigError, match="storage_options given: FileNotFoundError"):
-            await engine.load("keyless://a/b")
+        with pytest.raises(ConfigError, match=f"storage_options given: {type(error).__name__}"):
+            await engine.load("refused://a/b")
 
 
 @pytest.mark.parametrize("url", ["memory://", "memory:///", "nothing-of-the-kind://a/b"])
