@@ -177,7 +177,7 @@ class GlooLink:
 
         def carry(group: _Group) -> None:
             with _lent(slab, nbytes) as tensor:
-                self._wait([group.send([tensor], rank, tag) for rank in ranks])
+                self._wait([group.send([tensor], rank, tag) for rank in ranks], ranks)
 
         await self._carry(carry, ranks)
 
@@ -191,7 +191,7 @@ class GlooLink:
 
         def carry(group: _Group) -> None:
             with _lent(slab, nbytes) as tensor:
-                self._wait([group.recv([tensor], rank, tag)])
+                self._wait([group.recv([tensor], rank, tag)], (rank,))
 
         await self._carry(carry, (rank,))
         yield slab
@@ -207,12 +207,10 @@ class GlooLink:
                 loop.run_in_executor(self._threads, carry, group), on_cancel=self._break_off
             )
         except RuntimeError as error:
-            why = f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}"
-            if self._why_broken == _BROKEN:  # whatever begins behind it says it, too
-                self._why_broken = why
+            self._note(why := _why(error, ranks))
             raise PeerLostError(why, ranks=ranks) from error
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+    def _wait(self, works: Sequence[dist.Work], ranks: Sequence[int]) -> None:
         """Wait for messages, all of them: the memory is the caller's again afterwards."""
         failure: RuntimeError | None = None
         for work in works:
@@ -220,9 +218,18 @@ class GlooLink:
                 work.wait(_FOR_EVER)
             except RuntimeError as error:
                 failure = failure or error
+                self._note(_why(error, ranks))
                 self._break_off()  # so that the others end too
         if failure is not None:
             raise failure
+
+    def _note(self, why: str) -> None:
+        """Keep why a transfer failed: whatever begins behind it says it, too.
+
+        Not behind what has broken the link: that has ended the transfer as well.
+        """
+        if not self._is_broken:
+            self._why_broken = why
 
     def _break_off(self) -> None:
         """End every wait of this rank. Blocks for a millisecond."""
@@ -253,6 +260,11 @@ def _lent(slab: Slab, nbytes: int) -> Iterator[torch.Tensor]:
         tensor = torch.frombuffer(view, dtype=torch.uint8)
         yield tensor
         del tensor
+
+
+def _why(error: BaseException, ranks: Sequence[int]) -> str:
+    """Say what a transfer failed of."""
+    return f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

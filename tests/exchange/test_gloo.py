@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING
+import threading
+import types
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -134,6 +136,54 @@ async def test_what_begins_behind_a_failure_says_what_failed() -> None:
         with pytest.raises(PeerLostError, match=r"^the exchange with rank 1 broke off") as next_one:
             await give(a, [1], 2, b"x")
         assert str(next_one.value) == str(first.value)
+
+
+class FakeGroup:
+    """Loses rank 1 at once; what goes to another rank ends when that is said."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+
+    def send(self, _: object, rank: int, __: int) -> Any:
+        def lose(_: object) -> None:
+            raise RuntimeError("rank 1 has gone")
+
+        return types.SimpleNamespace(wait=lose if rank == 1 else lambda _: self.ends.wait())
+
+    def recv(self, tensors: object, _: int, tag: int) -> Any:
+        return self.send(tensors, 1, tag)
+
+
+async def test_so_it_does_while_the_failure_waits_for_the_others() -> None:
+    """It is the first that the exchange hears of."""
+    group = FakeGroup()
+    link = GlooLink(0, 3, group)
+    first = asyncio.create_task(give(link, [1, 2], 1, b"x"))
+    try:
+        while not link._is_broken:
+            await asyncio.sleep(0)
+        with pytest.raises(PeerLostError, match="ranks 1-2 broke off: rank 1 has"):
+            await give(link, [2], 2, b"x")
+        assert not first.done()
+    finally:
+        group.ends.set()
+    with pytest.raises(PeerLostError, match="rank 1 has gone"):
+        await first
+    await link.close()
+
+
+async def test_a_rank_is_not_blamed_for_what_a_cancellation_ended() -> None:
+    """That ends all other waits, too: none of them broke the exchange off."""
+    async with links(2) as (a, _):
+        waits = [asyncio.create_task(take(a, 1, tag, 10)) for tag in (7, 8)]
+        while len(a._threads._threads) < len(waits):
+            await asyncio.sleep(0)
+        waits[0].cancel()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await asyncio.wait(waits)
+        assert isinstance(waits[1].exception(), PeerLostError)
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await give(a, [1], 1, b"x")
 
 
 async def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
