@@ -9,7 +9,7 @@ import subprocess
 
 import torch
 
-from ckptio.cli.doctor import file_system_of
+from ckptio.cli.mounts import file_system_of
 
 #: Packages that a peer is made of, or that a store is reached through.
 _PEERS = (

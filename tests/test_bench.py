@@ -131,6 +131,19 @@ def test_the_recorded_tables_are_those_of_the_recorded_figures(tmp_path: Path) -
     assert not filecmp.dircmp(recorded, tmp_path / "results").diff_files
 
 
+def test_benches_need_nothing_of_the_command_line() -> None:
+    """A machine with a GPU may have torch, and what ckptio itself needs, and no more."""
+    code = "import sys; sys.modules.update(rich=None, typer=None); import bench.__main__"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=_ROOT,
+        capture_output=True,
+        check=False,
+        timeout=_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_a_record_says_what_was_measured_and_how_often(results: Path) -> None:
     """The versions of the peers, the commit where git knows it, and each figure's rounds."""
     record = json.loads((results / "save_local.json").read_text())

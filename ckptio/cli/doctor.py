@@ -10,7 +10,6 @@ import contextlib
 import errno
 import mmap
 import os
-import re
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio.cli.config import config_for
 from ckptio.cli.find import find_checkpoints
 from ckptio.cli.findings import Finding, Leftover
+from ckptio.cli.mounts import file_system_of
 from ckptio.cli.outcome import FAILED, FINE
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, pad, visible
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-#: How the kernel writes blanks, tabs, line feeds and backslashes in names.
-_ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 _STYLES = {"yes": "green", "slow": "yellow", "no": "bold red"}
 
 
@@ -101,31 +99,6 @@ def _nbytes(path: str) -> int:
         return os.stat(path, follow_symlinks=False).st_size
     except OSError:
         return 0
-
-
-def file_system_of(path: str) -> str | None:
-    """Name the kind of file system that a path is on, as the kernel does."""
-    with contextlib.suppress(OSError), open("/proc/self/mounts", "rb") as mounts:
-        return kind_in(mounts.read(), os.path.realpath(path))
-    return None
-
-
-def kind_in(mounts: bytes, real: str) -> str | None:
-    """Find in a list of mounts the kind of file system that a path without links is on.
-
-    Args:
-        mounts: Lines of `/proc/self/mounts`. Names in them are bytes, as on every file system,
-            of which the kernel writes some in octal (`man 5 fstab`).
-        real: The path.
-    """
-    best, kind, path = b"", None, os.fsencode(real)
-    for line in mounts.split(b"\n"):
-        _, where, name, *_ = [*line.split(b" "), b"", b""]
-        where = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), where)
-        inside = path == where or path.startswith(where.rstrip(b"/") + b"/")
-        if where and inside and len(where) >= len(best):
-            best, kind = where, os.fsdecode(name)
-    return kind
 
 
 def probe(top: str) -> list[Finding]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.__main__ import main
-from ckptio.cli.doctor import kind_in
+from ckptio.cli.mounts import kind_in
 from ckptio.staging import moves
 from ckptio.storage import linux
 from tests.cli.rig import plain_lines, run_json, run_on_terminal, save_at
@@ -120,6 +120,8 @@ def test_a_mount_may_have_any_name(where: bytes, real: str) -> None:
     assert kind_in(mounts, real) == "tmpfs"
     assert kind_in(mounts, "/home") == "ext4"
     assert kind_in(b"", real) is None
+    over = mounts + b"\nserver:/runs " + where + b" nfs4 rw 0 0"
+    assert kind_in(over, real) == "nfs4", "what was mounted there last hides the rest"
 
 
 def test_doctor_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
