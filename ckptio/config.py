@@ -193,7 +193,8 @@ class CheckpointConfig:
             )
         if self.pool_nbytes < self.slab_nbytes:
             raise ConfigError(
-                f"pool_nbytes must hold a slab of {self.slab_nbytes}, not {self.pool_nbytes}"
+                f"pool_nbytes must be at least slab_nbytes ({self.slab_nbytes}),"
+                f" not {self.pool_nbytes}; make slabs smaller for a smaller pool"
             )
 
     @property

@@ -74,7 +74,7 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"durability": np.array(["full", "file"])}, "durability must be none, file or full, not"),
         ({"block_nbytes": 5000}, "block_nbytes must be a multiple of 4096"),
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
-        ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
+        ({"pool_nbytes": 8 * MiB}, r"pool_nbytes must be at least slab_nbytes \(16777216\)"),
         ({"local_replica_nbytes": 4096}, "no effect without replicate='local'"),
         ({"file_mode": 0o1644}, "file_mode must be permission bits, at most 0o777.* not 0o1644"),
         ({"dir_mode": 0o1755}, "dir_mode must be permission bits, at most 0o777.* not 0o1755"),
