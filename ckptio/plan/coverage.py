@@ -285,7 +285,10 @@ def _disagreement(blocks: _Blocks, what: str, values: Sequence[object]) -> str:
         return f"{blocks.name!r} has {what} {values[0]!r}, which cannot be stored; convert it"
     found = sorted((sorted(held), repr(value)) for value, held in by_value.items())
     told = ", ".join(f"{value} on {name_ranks(held, max_runs=4)}" for held, value in found[:3])
-    return f"{blocks.name!r} differs in {what}: {told}; make it the same on every rank"
+    return (
+        f"{blocks.name!r} differs in {what}: {told}; make it the same on every rank, or give what"
+        " is another tensor another name"
+    )
 
 
 def _holders(blocks: _Blocks, member: Sequence[int]) -> list[int]:

@@ -28,6 +28,12 @@ UNSURE = "unsure"
 _MAX_LISTED = 10
 _MAX_SHOWN = 60
 _MAX_TEXTS = 4
+#: What to do where moments of an optimizer differ: each stage of a pipeline numbers its parameters
+#: from zero on. `PerRank` would let such a save commit, with the parameters of one stage alone.
+_STAGES = (
+    "; if the ranks are stages of a pipeline, give their parameters and optimizers names of their"
+    " own instead: of parameters with one name, those of one rank are saved for all"
+)
 
 
 class Differences:
@@ -36,6 +42,7 @@ class Differences:
     def __init__(self) -> None:
         self._listed: list[str] = []
         self._number = 0
+        self._has_marked_tensors = False
 
     def add(self, text: str) -> None:
         """Note a difference."""
@@ -53,6 +60,8 @@ class Differences:
             held: Ranks, and the node they have; tensors are referred to by `[name]`.
             what: What the place does with its value.
         """
+        held = list(held)
+        self._has_marked_tensors |= any(_is_marked_tensor(node) for _, node in held)
         if self._number >= _MAX_LISTED:
             self._number += 1
             return
@@ -82,7 +91,7 @@ class Differences:
             f"ranks disagree on {self._number} value{'s' if self._number > 1 else ''}:"
             f" {'; '.join(self._listed)}{f'; and {more} more' if more else ''};"
             " make them equal on all ranks that have them, or wrap what is meant to differ in"
-            " ckptio.PerRank"
+            f" ckptio.PerRank{_STAGES if self._has_marked_tensors else ''}"
         )
 
 
@@ -101,6 +110,11 @@ def _fqn(place: Place) -> str:
     for key in reversed(keys):
         fqn = join_fqn(fqn, key if type(key) is int else decode_key(key))
     return fqn or "state"
+
+
+def _is_marked_tensor(node: Json) -> bool:
+    """Whether a node is a tensor with facts: of an optimizer, or a random state."""
+    return is_marked(node) and type(node[TAG]) is list
 
 
 def _show(node: Json) -> str:

@@ -131,6 +131,14 @@ def test_moments_of_other_parameters_are_no_copies(make: Callable[[int], Any], w
         save(2, make)
 
 
+def test_stages_of_a_pipeline_are_told_to_take_names_of_their_own() -> None:
+    """`PerRank` around their optimizers would save the parameters of one stage for all."""
+    with pytest.raises(PlanError, match="give their parameters and optimizers names of their own"):
+        save(2, lambda rank: {"m": Linear(2, 2), **states(rank)})
+    with pytest.raises(PlanError, match=r"ckptio\.PerRank$"):
+        save(2, lambda rank: {"position": bytes(2000) + bytes([rank])})
+
+
 class Composite(torch.optim.Optimizer):
     """Has optimizers, and is none that torch knows of."""
 
