@@ -26,7 +26,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 #: Threads of an engine for what asks a system for little: opening, closing and syncing files,
-#: planning, committing. A save, load or copy opens or closes no more files than that at a time.
+#: planning, committing. A save, load or copy opens or closes no more files on them at a time.
 NUM_ODD_JOBS = 4
 #: Seconds after which what asks a storage counts as hung, if other work waits.
 HUNG_S = 10.0

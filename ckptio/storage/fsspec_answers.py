@@ -104,7 +104,7 @@ _GONE_IN_FTP = ("450", "550")
 _WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
 _SECRET = re.compile(
-    r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
+    r"key|secret|token|pass|pwd|auth|cookie|ticket|sas|credential|connection", re.IGNORECASE
 )
 #: A signature in a URL is as good as a password.
 _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
@@ -266,15 +266,19 @@ def _judged(error: Exception, problem: str) -> StoreError:
 
 
 def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[str, ...]:
-    """Give the values in `storage_options` that are, by their names, not to be shown."""
+    """Give the values in `storage_options` that are, by their names, not to be shown.
+
+    The longest is first: what is cut out first may be a part of another.
+    """
     found: list[str] = []
     for name, value in options.items():
         is_secret = all_of_it or _SECRET.search(str(name)) is not None
-        if isinstance(value, Mapping):
-            found += secrets_of(value, all_of_it=is_secret)
-        elif is_secret and isinstance(value, str) and value:
-            found.append(value)
-    return tuple(found)
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, Mapping):
+                found += secrets_of(part, all_of_it=is_secret)
+            elif is_secret and isinstance(part, str) and part:
+                found.append(part)
+    return tuple(sorted(found, key=len, reverse=True))
 
 
 def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:

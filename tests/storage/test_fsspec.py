@@ -283,6 +283,15 @@ def secret_options() -> dict[str, Any]:
 def test_secrets_are_known_by_their_names() -> None:
     """Values of options that are called like secrets, at any depth; not others."""
     assert set(secrets_of(secret_options())) == {"AKIASECRET", "t0ps3cret", "hidden-name"}
+    options = {"passwd": "pw", "headers": {"Authorization": "Bearer x"}, "auth": ("me", "me-too")}
+    assert set(secrets_of(options)) == {"pw", "Bearer x", "me", "me-too"}
+    assert secrets_of({"hosts": ["a", {"pwd": "b"}]}) == ("b",)
+
+
+def test_a_secret_that_is_a_part_of_another_leaves_nothing_of_that() -> None:
+    """The name of a user may be the beginning of the password."""
+    hidden = secrets_of({"auth": ("ann", "ann-2026")})
+    assert str(told(RuntimeError("no such login: ann-2026"), hidden)[0]).endswith("login: ...")
 
 
 @pytest.mark.parametrize(
