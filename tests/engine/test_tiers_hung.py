@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptio import sync
+from ckptio._threads import Threads
 from ckptio.errors import ConfigError, CorruptionError, StorageError
 from ckptio.events import SaveCommitted
 from ckptio.format.note import CopyNote, encode_note
 from ckptio.runtime import make_context, second_tier
+from ckptio.runtime.core import EngineCore
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.mounts import HangingFiles, Mount
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event
-    from ckptio.runtime.core import EngineCore
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [100_000, 3000]
@@ -139,10 +140,9 @@ def test_a_copy_that_hangs_midway_keeps_no_thread_of_the_first_tier(
 
 @pytest.mark.parametrize(("call", "num"), [("pwrite", 12), ("fsync", 4)])
 def test_nor_does_it_keep_those_of_another_second_tier(
-    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, call: str, num: int
+    tmp_path: Path, mount: Mount, call: str, num: int
 ) -> None:
-    """It hangs in few writes and syncs at a time, and those do not count after a while."""
-    monkeypatch.setattr(make_context, "HUNG_S", 0.05)
+    """It hangs in few writes and syncs at a time: there are more threads than that."""
     near, far, other = tmp_path / "near", tmp_path / "far", tmp_path / "other"
     state, found = random_state([SMALL.slab_nbytes] * 30), random_state(SIZES)
     config = config_with(
@@ -158,6 +158,31 @@ def test_nor_does_it_keep_those_of_another_second_tier(
         assert_same(load.result(30), found)
         assert sum(call in what for what in mount.waited) <= num
     assert_same(sync.load(far, config=SMALL), state)
+
+
+def test_of_the_threads_of_second_tiers_those_that_hang_do_not_count_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if all of them do, another place is written to."""
+    monkeypatch.setattr(make_context, "HUNG_S", 0.05)
+    answers = threading.Event()
+
+    async def hang(context: EngineContext) -> None:
+        assert isinstance(context.far, Threads)
+        hung = [context.far.submit(answers.wait) for _ in range(context.far.max_threads)]
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.wrap_future(context.far.submit(threading.get_ident))
+        finally:
+            answers.set()
+        assert all(future.result() for future in hung)
+
+    core = EngineCore(SMALL, None, "solo")
+    core.start()
+    try:
+        core.call_blocking(hang, "hang")
+    finally:
+        core.close()
 
 
 def test_a_second_tier_that_is_the_first_by_a_link_is_refused(tmp_path: Path) -> None:
