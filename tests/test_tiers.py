@@ -32,8 +32,17 @@ from ckptio.errors import (
     SaveAbortedError,
     StorageError,
 )
-from ckptio.events import CopyCommitted, CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
+from ckptio.events import (
+    CopyCommitted,
+    CopyFailed,
+    CopyStarted,
+    SaveCommitted,
+    SaveStarted,
+    TierPassedOver,
+)
 from ckptio.runtime.core import EngineCore
+from ckptio.runtime.in_flight import InFlight
+from ckptio.runtime.running import Running
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
     SMALL,
@@ -262,6 +271,45 @@ async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
         await handle.durable
     assert await ckptio.finish_copies(tmp_path) == (str(tmp_path / "b"),)
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_one_call_whose_engine_is_closed_while_its_copy_begins_owes_it(
+    *, is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the look whether it is open: the save goes on, and says how both of them ended."""
+    closers: list[threading.Thread] = []
+    go_on, has_committed = threading.Event(), threading.Event()
+    begin, wait_ended = InFlight.begin, Running.wait_ended
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveStarted):
+            assert go_on.wait(60)
+        elif isinstance(event, SaveCommitted):
+            has_committed.set()
+
+    def close_first(flight: InFlight, *args: Any, engine: Any, **options: Any) -> None:
+        if args[3].startswith("copy "):
+            if is_committed:
+                go_on.set()
+                assert has_committed.wait(60)
+            closers.append(begin_close(engine))
+        begin(flight, *args, engine=engine, **options)
+
+    def wait(running: Running[Any]) -> None:
+        if threading.current_thread().name == "ckptio-save":  # the copy was refused
+            go_on.set()
+        wait_ended(running)
+
+    monkeypatch.setattr(InFlight, "begin", close_first)
+    monkeypatch.setattr(Running, "wait_ended", wait)
+    near, far = tmp_path / "near", tmp_path / "far"
+    handle = ckptio.save(STATE, near / "a", then=far / "a", config=SMALL, observer=watch)
+    assert handle.committed.wait(60).path == str(near / "a")
+    with pytest.raises(EngineClosedError, match="before the copy began"):
+        handle.durable.wait(60)
+    closers[0].join()
+    assert sync.finish_copies(near) == (str(far / "a"),)
 
 
 def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) -> None:

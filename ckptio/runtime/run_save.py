@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -169,10 +168,13 @@ def _close_after(
 ) -> None:
     # here, and not on the caller's thread: interrupted before it is said that there is
     # something to copy, that would wait for its end, and the copy for the word
+    is_refused = False
     if copy is not None:
-        with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
+        try:
             begin_copy(core.submit, core, copy, moments, copying, begins)
-        if copying.is_aborted:  # before there was anything to stop
+        except EngineClosedError:  # the program ends: the copy is owed, and the save goes on
+            is_refused = True
+        if copying.is_aborted and not is_refused:  # before there was anything to stop
             core.abort_in_flight()
     running.wait_ended()
     is_committed = not begins.done()
@@ -184,7 +186,7 @@ def _close_after(
     finally:
         if copy is None or not is_committed:
             running.end.result()()
-        elif copying.end.done():
+        elif copying.end.done() and not is_refused:
             copying.end.result()()
         else:
             error = EngineClosedError("the program ended before the copy began")
