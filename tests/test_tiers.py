@@ -324,6 +324,17 @@ def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) ->
     assert sync.finish_copies("memory://nothing-owed/here") == ()
 
 
+def test_a_directory_that_cannot_be_listed_owes_nobody_knows_what(tmp_path: Path) -> None:
+    """It is an error, and an event."""
+    (tmp_path / "file").write_text("in the way")
+    log = EventLog()
+    with pytest.raises(StorageError, match="cannot list"):
+        sync.finish_copies(tmp_path / "file" / "run", config=SMALL, observer=log)
+    (event,) = log.of(CopyFailed)
+    assert (event.path, event.to) == (str(tmp_path / "file" / "run"), "")
+    assert isinstance(event.error, StorageError)
+
+
 @pytest.mark.parametrize("abort", [False, True])
 @pytest.mark.parametrize("ahead", ["copy ", "take up "])
 def test_an_engine_that_is_closed_while_a_copy_begins_gives_a_handle(
