@@ -5,13 +5,16 @@ import contextlib
 import errno
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
 
 import ckptio
 import ckptio.sync
+from ckptio._aio import run_blocking
+from ckptio._outcome import Outcome
 from ckptio.engine.context import wait_for_all
 from ckptio.errors import (
     CheckpointNotFoundError,
@@ -22,7 +25,9 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import SaveStaged
+from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.core import EngineCore
+from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.running import Running
 from ckptio.staging.cuda import PendingCopies
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
@@ -40,6 +45,7 @@ from tests.rig import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from ckptio.engine.context import EngineContext
@@ -174,6 +180,141 @@ def test_an_engine_is_entered_once() -> None:
         core.storage("x")
     with pytest.raises(EngineClosedError):
         core.start()
+
+
+@pytest.mark.parametrize("error", [ConfigError("nobody came"), asyncio.CancelledError()])
+def test_an_engine_that_meets_nobody_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Whether it waited in vain, or was told to give up (the fixture looks)."""
+
+    async def wait_in_vain(_ranks: object, _config: object, executor: Executor) -> None:
+        await run_blocking(executor, threading.get_ident)
+        raise error
+
+    monkeypatch.setattr("ckptio.runtime.core.meet_ranks", wait_in_vain)
+    core = EngineCore(SMALL, None)
+    with pytest.raises((ConfigError, CancelledError)):
+        core.start()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_engine_that_is_to_meet_nobody_any_more_gives_up(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Whether it was told so before it began to, or as it waits for them."""
+    begun = threading.Event()
+
+    async def wait(*_: object) -> None:
+        begun.set()
+        async with asyncio.timeout(10):
+            await asyncio.get_running_loop().create_future()
+
+    def stop() -> None:
+        begun.wait(10)
+        core.stop_starting()
+
+    monkeypatch.setattr("ckptio.runtime.core.meet_ranks", wait)
+    core = EngineCore(SMALL, None)
+    stopper = threading.Thread(target=stop)
+    if when == "before":
+        core.stop_starting()
+    else:
+        stopper.start()
+    with pytest.raises(CancelledError):
+        core.start()
+    if when == "meanwhile":
+        stopper.join()
+
+
+def test_an_engine_whose_start_was_interrupted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came up all the same, and its block is not entered: nobody would leave that."""
+
+    def interrupted(*args: Any) -> None:
+        run_uninterrupted(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptio.runtime.core.run_uninterrupted", interrupted)
+    core = EngineCore(SMALL, None)
+    with pytest.raises(KeyboardInterrupt):
+        core.start()
+    with pytest.raises(EngineClosedError):
+        _ = core.context
+
+
+async def test_a_step_that_an_interrupt_had_handed_over_twice_runs_once(core: EngineCore) -> None:
+    """Of two tasks for it, the second does nothing."""
+    running: Running[None] = Running()
+    ran: list[object] = []
+
+    async def step(context: EngineContext) -> None:
+        ran.append(context)
+
+    for _ in range(2):
+        task = InFlight().run(step, core.context, running)
+        await asyncio.create_task(task)
+    assert ran == [core.context]
+
+
+def test_an_interrupt_of_a_blocking_call_stops_its_step_first(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step cleans up, and only then the caller leaves."""
+    begun = threading.Event()
+    ends: list[type[BaseException]] = []
+
+    class InterruptedEnd(Outcome[Any]):
+        def result(self) -> NoReturn:
+            assert begun.wait(10)
+            raise KeyboardInterrupt
+
+    class InterruptedRunning(Running[Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.end = InterruptedEnd()
+
+    async def step(_: EngineContext) -> None:
+        begun.set()
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.get_running_loop().create_future()
+        except BaseException as error:
+            for _turn in range(1000):
+                await asyncio.sleep(0)
+            ends.append(type(error))
+            raise
+
+    monkeypatch.setattr("ckptio.runtime.core.Running", InterruptedRunning)
+    with pytest.raises(KeyboardInterrupt):
+        core.call_blocking(step, "step")
+    assert ends == [asyncio.CancelledError]
+
+
+def test_a_step_that_comes_behind_an_abort_is_stopped(core: EngineCore) -> None:
+    """Whoever closes the engine waits for it: it may not take its time."""
+
+    async def step(_: EngineContext) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    core.abort_in_flight()
+    running = core.submit(step, "step")
+    try:
+        assert running.end.wait(10)
+        assert isinstance(running.end.exception(), EngineClosedError)
+    finally:
+        running.abort()
+
+
+def test_whoever_leaves_a_closed_engine_is_on_no_thread_of_it() -> None:
+    """The system gives the number of a thread that has ended to another one."""
+    core = EngineCore(SMALL, None)
+    core.require_elsewhere()
+    core.start()
+    core.close()
+    core.loop_thread.number = threading.get_ident()
+    core.require_elsewhere()
+    core.require_other_loop()
 
 
 async def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
