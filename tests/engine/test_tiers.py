@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ckptio import Engine
+    from ckptio.events import Event
     from ckptio.storage.interface import Storage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -425,6 +426,30 @@ def test_a_save_that_is_aborted_has_no_copy_that_fails() -> None:
     assert log.of(CopyFailed) == []
 
 
+def test_a_copy_that_is_stopped_as_its_save_is_committed_is_told() -> None:
+    """It comes too late for the save; that the copy is owed is an event, and the note stays."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        def abort(event: Event) -> None:
+            log(event)
+            if isinstance(event, SaveCommitted):
+                handle.abort()
+
+        storages = two()
+        async with inline_engine(storages, SMALL, abort) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await handle.committed
+            with pytest.raises(SaveAbortedError):
+                await handle.durable
+            (event,) = log.of(CopyFailed)
+            assert (event.path, event.to, event.save_id) == ("near/a", "far/a", handle.save_id)
+            assert await engine.finish_copies("near") == ("far/a",)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_copy_that_never_begins_holds_up_none_behind_it() -> None:
     """Copies take their places in the order of their saves: one of a save that failed, none."""
 
@@ -746,6 +771,91 @@ def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
             assert raised.value.filename == "near/0"
             assert [event.path for event in log.of(CopyFailed)[before:]] == ["near/0", "near/z"]
             assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_cannot_be_read_is_not_said_to_owe_nothing() -> None:
+    """It is an error, and an event: nobody knows whether it owes a copy."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            far.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.fault = None
+            near.fault = fail_kind("read_manifest")
+            before = len(log.of(CopyFailed))
+            for place in ("near", "near/a"):
+                with pytest.raises(StorageError, match="near/a"):
+                    await engine.finish_copies(place)
+            assert [(e.path, e.to) for e in log.of(CopyFailed)[before:]] == [("near/a", "")] * 2
+            near.fault = None
+            assert await engine.finish_copies("near/a") == ("far/a",)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_counts_as_owed_until_it_is_seen_that_it_is_not() -> None:
+    """Another program has its note; that it cannot be looked for is no error of this one."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("begin")
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            with pytest.raises(StorageError):
+                await handle.durable
+            far.fault = None
+            unmade = engine._core.context.copies.unmade
+            elsewhere = near.hold(handle.save_id)
+            assert await engine.finish_copies("near/a") == ()
+            assert len(unmade) == 1
+            near.fault = fail_kind("has_note")
+            assert await engine.finish_copies("near/a") == ()
+            assert len(unmade) == 1
+            near.fault = None
+            await elsewhere.drop()
+            assert await engine.finish_copies("near/a") == ()
+            assert not unmade
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_stops_before_the_second_tier_was_found_holds_no_note() -> None:
+    """Another program makes the copy; this one lives on, and would keep it from that."""
+
+    class Unfound(MemoryStorage):
+        """It does not say where it is."""
+
+        is_asked = False
+
+        async def locate(self, *, gives_up: bool = True) -> bool:
+            self.is_asked = True
+            await asyncio.get_running_loop().create_future()
+            return await super().locate(gives_up=gives_up)
+
+    async def scenario() -> None:
+        near, far = MemoryStorage("near/a"), MemoryStorage("far/a")
+        far.fault = fail_kind("begin")
+        async with inline_engine({"near/a": near, "far/a": far}) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        unfound = Unfound("far/a")
+        async with inline_engine({"near/a": near, "far/a": unfound}) as engine:
+            finishing = asyncio.ensure_future(engine.finish_copies("near/a"))
+            while not unfound.is_asked:
+                await asyncio.sleep(0.01)
+            assert near._place.held
+            finishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await finishing
+            assert not near._place.held
 
     run_virtual(scenario(), seed=0)
 
