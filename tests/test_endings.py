@@ -124,12 +124,34 @@ go_on.set()
 assert status == 0, status
 """
 ASIDE_INTERRUPTED = """
-import contextlib, signal
+import signal
 from ckptio.runtime import aside
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 aside.start_new_thread = lambda *_: signal.raise_signal(signal.SIGINT)
-with contextlib.suppress(KeyboardInterrupt):
+try:
     aside.run_aside(lambda: None, "aside")
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError("the interrupt was lost")
+signal.alarm(20)
+"""
+ASIDE_INTERRUPTED_IN_CHILD = f"""
+import multiprocessing
+def work():
+    exec({ASIDE_INTERRUPTED!r}, {{}})
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join()
+assert child.exitcode == 0, child.exitcode
+"""
+ASIDE_REFUSED = """
+import signal
+from ckptio.runtime import aside
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+aside.start_new_thread = refuse
+aside.run_aside(lambda: None, "aside")
 signal.alarm(20)
 """
 ASIDE_IN_CHILD = """
@@ -413,9 +435,17 @@ def test_what_the_parent_runs_aside_is_not_waited_for_in_a_child() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_an_interrupt_kept_from_being_run_aside_is_not_waited_for() -> None:
-    """No thread has it: the program would never end."""
-    done = run_program(ASIDE_INTERRUPTED)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(ASIDE_INTERRUPTED, id="interrupted"),
+        pytest.param(ASIDE_INTERRUPTED_IN_CHILD, id="interrupted, in a child"),
+        pytest.param(ASIDE_REFUSED, id="refused"),
+    ],
+)
+def test_what_could_not_be_run_aside_is_not_waited_for(program: str) -> None:
+    """No thread has it: the program would never end. An interrupt is raised, the limit is not."""
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 
