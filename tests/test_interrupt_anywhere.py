@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -30,13 +31,17 @@ from ckptio.checkpointer.losses import Losses
 from ckptio.errors import CheckpointNotFoundError, EngineClosedError, StorageError
 from ckptio.moments import SaveMoments
 from ckptio.runtime.aside import run_uninterrupted
+from ckptio.runtime.core import EngineCore
 from ckptio.runtime.guard import Guard
+from ckptio.runtime.running import Running
 from tests.rig import assert_same, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import FrameType
+
+    from ckptio.engine.context import EngineContext
 
 STATE = {"w": torch.arange(5000), "b": torch.ones(3)}
 CONFIG = CheckpointConfig(durability="none")
@@ -210,6 +215,38 @@ def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> N
         while handles:
             assert handles.pop().result().path == place
     assert point > 30
+
+
+def test_an_error_of_a_handler_is_not_taken_for_one_of_the_loop() -> None:
+    """Both are a `RuntimeError`; where a handler's was lost, so might be the step."""
+
+    class Unplugged(RuntimeError):  # noqa: N818  # what a handler of a signal may raise
+        pass
+
+    def unplug() -> None:
+        raise Unplugged
+
+    async def step(_: EngineContext) -> None:
+        pass
+
+    point, went_on = 0, True
+    where = ("/ckptio/runtime/in_flight.py", "/asyncio/base_events.py")
+    core = EngineCore(CONFIG, None, "solo")
+    core.start()
+    while went_on:
+        point += 1
+        running: Running[None] = Running()
+        try:
+            went_on = interrupt_at(
+                point, functools.partial(core.submit, step, "step", running), where, unplug
+            )
+        except Unplugged:
+            continue
+        if went_on:
+            running.end.set_result(None)  # nobody else may: the test is to end
+        core.close()
+        assert not went_on
+    assert point > 5
 
 
 def test_a_handler_may_ask_for_the_last_save_anywhere(tmp_path: Path) -> None:
@@ -516,6 +553,45 @@ def test_a_guard_lets_one_thread_in() -> None:
     for thread in threads:
         thread.join(10)
     assert seen == ["in", "out", "2"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_whatever_ends_what_no_interrupt_reaches_is_raised(kind: type[BaseException]) -> None:
+    """To whoever waits for it, who would wait for ever."""
+    raised: list[BaseException] = []
+
+    def fail() -> None:
+        raise kind
+
+    def wait() -> None:
+        try:
+            run_uninterrupted(fail, "test", lambda: None)
+        except BaseException as error:  # it is what is looked at
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert [type(error) for error in raised] == [kind]
+
+
+def test_what_no_interrupt_reaches_is_run_here_where_no_thread_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the interpreter ends: whoever waits for it would wait for ever."""
+    ran: list[int] = []
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def wait() -> None:
+        run_uninterrupted(lambda: ran.append(threading.get_ident()), "test", lambda: None)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    monkeypatch.setattr("ckptio.runtime.aside.start_new_thread", refuse)
+    waiter.start()
+    waiter.join(10)
+    assert ran == [waiter.ident]
 
 
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:
