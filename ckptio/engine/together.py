@@ -44,6 +44,7 @@ from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
 from ckptio.plan.trees import take_tree
+from ckptio.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -301,7 +302,12 @@ class _JointSave:
         )
 
     def hurry(self) -> None:
-        """Look for the manifest for `GRACE_S` from now on at the most: somebody has given up."""
+        """Look for the manifest for `GRACE_S` from now on at the most: somebody has given up.
+
+        Not on a file system: its thread is waited for in any case, and says then what is there.
+        """
+        if isinstance(self._job.storage, LocalStorage):
+            return
         self._looks_until_s = asyncio.get_running_loop().time() + GRACE_S
         if self._look is not None:
             self._look.reschedule(self._looks_until_s)

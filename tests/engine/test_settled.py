@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
+from ckptio import sync
 from ckptio.engine.save import SaveReceipt
-from ckptio.engine.together import _settled
+from ckptio.engine.together import _JointSave, _settled
 from ckptio.errors import RankError, StorageError
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.local import LocalStorage
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RECEIPT = SaveReceipt(nbytes=1, num_files=1, num_tensors=1, plan_reused=False)
 
@@ -96,3 +107,39 @@ async def test_a_doubt_is_told_and_keeps_nothing_in_memory(*, was_stopped: bool)
     kept = weakref.ref(save)
     del save, task, error
     assert kept() is None
+
+
+class SlowFiles(PosixFiles):
+    """A server that answers, late."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def open(self, path: str, *args: Any, **options: Any) -> int:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return super().open(path, *args, **options)
+
+
+async def test_what_a_file_system_says_late_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is waited for in any case: that the save is there is no doubt."""
+    monkeypatch.setattr("ckptio.engine.together.GRACE_S", 0.0)
+    saved = sync.save({"a": 1}, tmp_path / "a")
+    files = SlowFiles()
+    with ThreadPoolExecutor() as executor:
+        storage = LocalStorage(str(tmp_path / "a"), SMALL, executor, lambda _: None, files)
+        context: Any = SimpleNamespace(
+            executor=executor, ranks=SimpleNamespace(rank=0), cache=Mock()
+        )
+        job: Any = SimpleNamespace(storage=storage, save_id=saved.save_id)
+        save = _JointSave(job, context, Mock())
+        looking = asyncio.create_task(save._look_back())
+        while not files.asked.is_set():
+            await asyncio.sleep(0)
+        save.hurry()
+        for _turn in range(10):
+            await asyncio.sleep(0)
+        files.answers.set()
+        assert (await looking) is not None
