@@ -42,7 +42,7 @@ class Differences:
     def __init__(self) -> None:
         self._listed: list[str] = []
         self._number = 0
-        self._has_marked_tensors = False
+        self._has_moments = False
 
     def add(self, text: str) -> None:
         """Note a difference."""
@@ -61,7 +61,7 @@ class Differences:
             what: What the place does with its value.
         """
         held = list(held)
-        self._has_marked_tensors |= any(_is_marked_tensor(node) for _, node in held)
+        self._has_moments |= any(is_marked(node) for _, node in held) and _is_in_optimizer(place)
         if self._number >= _MAX_LISTED:
             self._number += 1
             return
@@ -91,7 +91,7 @@ class Differences:
             f"ranks disagree on {self._number} value{'s' if self._number > 1 else ''}:"
             f" {'; '.join(self._listed)}{f'; and {more} more' if more else ''};"
             " make them equal on all ranks that have them, or wrap what is meant to differ in"
-            f" ckptio.PerRank{_STAGES if self._has_marked_tensors else ''}"
+            f" ckptio.PerRank{_STAGES if self._has_moments else ''}"
         )
 
 
@@ -100,21 +100,27 @@ def decode_key(key: Json) -> Any:
     return key if type(key) is str else ObjectDecoder(decode_word).decode_key("", key)
 
 
-def _fqn(place: Place) -> str:
-    """Name a place as tensors are named."""
+def _keys_of(place: Place) -> list[Any]:
+    """Give the keys that lead to a place."""
     keys = []
     while place is not None:
         place, key = place
-        keys.append(key)
+        keys.append(key if type(key) is int else decode_key(key))
+    return keys[::-1]
+
+
+def _fqn(place: Place) -> str:
+    """Name a place as tensors are named."""
     fqn = ""
-    for key in reversed(keys):
-        fqn = join_fqn(fqn, key if type(key) is int else decode_key(key))
+    for key in _keys_of(place):
+        fqn = join_fqn(fqn, key)
     return fqn or "state"
 
 
-def _is_marked_tensor(node: Json) -> bool:
-    """Whether a node is a tensor with facts: of an optimizer, or a random state."""
-    return is_marked(node) and type(node[TAG]) is list
+def _is_in_optimizer(place: Place) -> bool:
+    """Whether a place is in what an optimizer keeps; a random state, say, is not."""
+    keys = _keys_of(place)
+    return "param_groups" in keys[:-1] or "state" in keys[:-2]  # of a parameter, under its number
 
 
 def _show(node: Json) -> str:

@@ -137,6 +137,8 @@ def test_stages_of_a_pipeline_are_told_to_take_names_of_their_own() -> None:
         save(2, lambda rank: {"m": Linear(2, 2), **states(rank)})
     with pytest.raises(PlanError, match=r"ckptio\.PerRank$"):
         save(2, lambda rank: {"position": bytes(2000) + bytes([rank])})
+    with pytest.raises(PlanError, match=r"ckptio\.PerRank$"):  # that is what they are to take
+        save(2, lambda rank: {"random": torch.Generator().manual_seed(rank).get_state()})
 
 
 class Composite(torch.optim.Optimizer):
