@@ -216,11 +216,13 @@ def _is_forbidden(error: Exception) -> bool:
 
 
 def _shown(text: str, hidden: Sequence[str]) -> str:
-    """Cut out of a text what must not be shown."""
-    shown = _QUERY.sub("?...", text)
+    """Cut out of a text what must not be shown.
+
+    Queries go last: what is cut out of a secret as one would leave the rest of it.
+    """
     for secret in hidden:
-        shown = shown.replace(secret, "...")
-    return shown
+        text = text.replace(secret, "...")
+    return _QUERY.sub("?...", text)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -294,6 +294,14 @@ def test_a_secret_that_is_a_part_of_another_leaves_nothing_of_that() -> None:
     assert str(told(RuntimeError("no such login: ann-2026"), hidden)[0]).endswith("login: ...")
 
 
+@pytest.mark.parametrize("secret", ["s3same?to=me", "s3same?to=me'too"])
+def test_a_secret_that_looks_like_a_query_leaves_nothing_of_itself(secret: str) -> None:
+    """What stands before the question mark is as secret as the rest."""
+    hidden = secrets_of({"password": secret})
+    error = told(RuntimeError(f"no such login: {secret} at https://a/b?sig={secret}"), hidden)[0]
+    assert str(error).endswith("no such login: ... at https://a/b?...")
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
