@@ -237,9 +237,8 @@ class CheckpointConfig:
                 try:
                     options[name] = int(text, 0)
                 except ValueError:
-                    raise ConfigError(
-                        f"{key} must be an int (octal: 0o640), not {text!r}"
-                    ) from None
+                    hint = " (octal: 0o640)" if name.endswith("_mode") else ""
+                    raise ConfigError(f"{key} must be an int{hint}, not {text!r}") from None
             elif isinstance(fields[name].default, float):
                 try:
                     options[name] = float(text)

@@ -137,6 +137,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         ("CKPTIO_MAX_SAVES=3", "environ= is a mapping of variables, not 'CKPTIO_MAX_SAVES=3'"),
         ({"CKPTIO_MAX_SAVES": 3}, "environ= has strings alone, not 'CKPTIO_MAX_SAVES': 3"),
         ({"CKPTIO_MAX_WRITERS": "3"}, "CKPTIO_MAX_WRITERS names no option; options are pool_nby"),
+        ({"CKPTIO_MAX_WRITES": "many"}, "CKPTIO_MAX_WRITES must be an int, not 'many'"),
         ({"CKPTIO_FILE_MODE": "0640"}, r"must be an int \(octal: 0o640\), not '0640'"),
         ({"CKPTIO_MAX_WRITES": "0"}, "max_writes must be a positive int"),
         ({"CKPTIO_DURABILITY": "FULL"}, "durability must be"),
