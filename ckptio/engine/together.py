@@ -276,15 +276,11 @@ class _JointSave:
         """Look whether the save was committed by a rank that did not live to say so."""
         try:
             async with asyncio.timeout_at(self._looks_until_s) as self._look:
-                found = await self._find_own()
+                return await self._find_own()
         except (CheckpointError, TimeoutError):  # nothing that can be read: in doubt
             return None
         finally:
             self._look = None
-        if found is not None:  # which is certain by now, however long it takes to tell where
-            await self._job.storage.locate(gives_up=False)
-            self._context.cache.forget(self._job.storage)
-        return found
 
     async def _find_own(self) -> SaveReceipt | None:
         """Read the manifest that is there, and say what was saved if it is this save's."""
@@ -294,6 +290,8 @@ class _JointSave:
         manifest = await run_blocking(self._context.executor, decode_manifest, data)
         if manifest.save_id != self._job.save_id:
             return None
+        await self._job.storage.locate(gives_up=False)
+        self._context.cache.forget(self._job.storage)
         return SaveReceipt(
             nbytes=manifest.nbytes,
             num_files=len(manifest.files),

@@ -1190,38 +1190,3 @@ def test_a_link_that_moves_behind_the_commit_fails_it_on_no_rank(
     monkeypatch.setattr(os, "readlink", fail)
     run(scenario(), seed=0)
     assert str(link) in followed
-
-
-class HardToFind(MemoryStorage):
-    """Tells what is there at once, and where that is only after a while."""
-
-    async def locate(self, *, gives_up: bool = True) -> bool:
-        if self.manifest is not None and not gives_up:
-            self.step("locate")
-            await asyncio.sleep(20.0)
-        return await super().locate(gives_up=gives_up)
-
-
-@pytest.mark.parametrize("late", [0, 2])
-def test_who_aborts_when_the_manifest_was_found_is_told_of_the_commit(late: int) -> None:
-    """There is no doubt any more: that its place is looked for takes nothing back."""
-
-    async def scenario() -> None:
-        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
-            hidden = same_place(ranks, HardToFind)
-            give_place(ranks, late, hidden)
-            hidden._max_delay_s = 0.5
-            handles = begin_saves(ranks)
-            while ranks.place.manifest is None:
-                await asyncio.sleep(0.001)
-            handles[1].abort()
-            while not any(operation.kind == "locate" for operation in hidden.operations):
-                await asyncio.sleep(0.001)
-            handles[late].abort()
-            for outcome in await outcomes_of(handles):
-                assert not isinstance(outcome, BaseException), outcome
-            give_place(ranks, late, ranks.storages[late])
-            await check_saved(ranks)
-            assert hidden.counts.num_open_attempts == 0
-
-    run(scenario(), seed=0)
