@@ -78,10 +78,10 @@ _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
 #: The largest number that is taken for seconds: they would be in the year 5138. A larger one counts
 #: thousandths or less; as thousandths, this is in 1973.
 _LAST_S = 1e11
-#: What asking again does not change.
+#: What asking again does not change. Not EPERM: from the system, that is a `PermissionError`, and
+#: OpenSSL has the same number for whatever was garbled on its way.
 _HOPELESS = (
     errno.EACCES,
-    errno.EPERM,
     errno.EROFS,
     errno.ENOSPC,
     errno.EDQUOT,
@@ -100,6 +100,8 @@ _FIRST_SERVER_ERROR = 500
 _NEVER = (501, 505)
 #: How FTP says that a file is not there, if that is what was asked; 450 of what is listed.
 _GONE_IN_FTP = ("450", "550")
+#: aiohttp's, of a server that does not speak TLS as it should.
+_NO_TLS = "ClientConnectorSSLError"
 #: Of the web; whatever they raise is none of a file system's own looking.
 _WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
@@ -262,6 +264,8 @@ def _judged(error: Exception, problem: str) -> StoreError:
         return RefusedError(problem)
     if isinstance(error, OSError) and error.errno in _HOPELESS:
         return RefusedError(problem)
+    if type(error).__name__ == _NO_TLS:
+        return RefusedError(problem)
     if isinstance(error, (PermissionError, ValueError, TypeError, NotImplementedError)):
         return RefusedError(problem)
     return TransientError(problem)
@@ -278,7 +282,9 @@ def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[
         for part in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(part, Mapping):
                 found += secrets_of(part, all_of_it=is_secret)
-            elif is_secret and isinstance(part, str) and part:
+            elif is_secret and part and isinstance(part, bytes):  # as they are shown
+                found.append(part.decode(errors="backslashreplace"))
+            elif is_secret and part and isinstance(part, str):
                 found.append(part)
     return tuple(sorted(found, key=len, reverse=True))
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import aiohttp
 import fsspec
 import fsspec.asyn
 import pytest
@@ -286,6 +288,8 @@ def test_secrets_are_known_by_their_names() -> None:
     options = {"passwd": "pw", "headers": {"Authorization": "Bearer x"}, "auth": ("me", "me-too")}
     assert set(secrets_of(options)) == {"pw", "Bearer x", "me", "me-too"}
     assert secrets_of({"hosts": ["a", {"pwd": "b"}]}) == ("b",)
+    (hidden,) = secrets_of({"password": b"\xffpw"})
+    assert hidden in repr(b"\xffpw")
 
 
 def test_a_secret_that_is_a_part_of_another_leaves_nothing_of_that() -> None:
@@ -302,11 +306,21 @@ def test_a_secret_that_looks_like_a_query_leaves_nothing_of_itself(secret: str) 
     assert str(error).endswith("no such login: ... at https://a/b?...")
 
 
+def no_tls() -> Exception:
+    """Give what aiohttp raises where https:// is said of a server without TLS."""
+    key: Any = types.SimpleNamespace(host="here", port=80, ssl=True)
+    return aiohttp.ClientConnectorSSLError(key, ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER]"))
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (PermissionError(13, "no"), RefusedError),
         (OSError(28, "full"), RefusedError),
+        (ssl.SSLError(1, "[SSL: BAD_RECORD_MAC] bad record mac"), TransientError),
+        (aiohttp.ClientOSError(1, "[SSL: BAD_RECORD_MAC] bad record mac"), TransientError),
+        (ssl.SSLCertVerificationError(1, "self-signed"), RefusedError),
+        (no_tls(), RefusedError),
         (OSError(5, "bad day"), TransientError),
         (ConnectionResetError("reset"), TransientError),
         (TimeoutError(), TransientError),
