@@ -48,6 +48,8 @@ _LAST_TAG = 2**31 - 1
 #: Who watches over the ranks cancels a wait that has become pointless.
 _FOR_EVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
+#: How gloo says that a wait ran out of time. Should it say that otherwise, more ranks are tried.
+_TIMED_OUT = "Timed out"
 
 
 class StoreAddress(NamedTuple):
@@ -163,7 +165,7 @@ class GlooLink:
     def __init__(self, rank: int, world_size: int, group: _Group) -> None:
         self._group: _Group | None = group
         self._threads = Threads(_MAX_WAITS, "ckptio-exchange")
-        self._a_peer = (rank + 1) % world_size
+        self._peers = [(rank + step) % world_size for step in range(1, world_size)]
         self._is_broken = False
         self._why_broken = _BROKEN
 
@@ -177,7 +179,7 @@ class GlooLink:
 
         def carry(group: _Group) -> None:
             with _lent(slab, nbytes) as tensor:
-                self._wait([group.send([tensor], rank, tag) for rank in ranks], ranks)
+                self._wait(lambda rank: group.send([tensor], rank, tag), ranks)
 
         await self._carry(carry, ranks)
 
@@ -191,7 +193,7 @@ class GlooLink:
 
         def carry(group: _Group) -> None:
             with _lent(slab, nbytes) as tensor:
-                self._wait([group.recv([tensor], rank, tag)], (rank,))
+                self._wait(lambda rank: group.recv([tensor], rank, tag), (rank,))
 
         await self._carry(carry, (rank,))
         yield slab
@@ -206,39 +208,56 @@ class GlooLink:
             await outlive(
                 loop.run_in_executor(self._threads, carry, group), on_cancel=self._break_off
             )
-        except RuntimeError as error:
-            self._note(why := _why(error, ranks))
-            raise PeerLostError(why, ranks=ranks) from error
+        except RuntimeError as error:  # or what had broken the link has ended it, too
+            raise PeerLostError(self._why_broken, ranks=ranks) from error
 
-    def _wait(self, works: Sequence[dist.Work], ranks: Sequence[int]) -> None:
-        """Wait for messages, all of them: the memory is the caller's again afterwards."""
+    def _wait(self, begin: Callable[[int], dist.Work], ranks: Sequence[int]) -> None:
+        """Begin messages, and wait for all of them: the memory is the caller's again afterwards."""
+        works: list[dist.Work] = []
         failure: RuntimeError | None = None
+        try:
+            for rank in ranks:
+                works.append(begin(rank))  # noqa: PERF401  # what has begun is waited for
+        except RuntimeError as error:  # it has gone, and gloo knows that already
+            failure = error
+            self._lose(error, ranks)
         for work in works:
             try:
                 work.wait(_FOR_EVER)
             except RuntimeError as error:
                 failure = failure or error
-                self._note(_why(error, ranks))
-                self._break_off()  # so that the others end too
-        if failure is not None:
-            raise failure
+                self._lose(error, ranks)
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure, works  # it refers to this frame: no reference cycle
 
-    def _note(self, why: str) -> None:
-        """Keep why a transfer failed: whatever begins behind it says it, too.
+    def _lose(self, error: RuntimeError, ranks: Sequence[int]) -> None:
+        """Break the link for a transfer that failed, and keep why: all others say it, too.
 
-        Not behind what has broken the link: that has ended the transfer as well.
+        Not for one that failed behind that: it was ended.
         """
         if not self._is_broken:
-            self._why_broken = why
+            why = _first_line(error)
+            self._why_broken = f"the exchange with {name_ranks(ranks)} broke off: {why}"
+        self._break_off()
 
     def _break_off(self) -> None:
-        """End every wait of this rank. Blocks for a millisecond."""
+        """End every wait of this rank. Blocks for a millisecond, or some where ranks have gone.
+
+        A wait that runs out of time does that; there is none for a rank that has gone, though.
+        """
         if self._is_broken or self._group is None:
             return
         self._is_broken = True
         nowhere = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError):  # it never comes: that is the point
-            self._group.recv([nowhere], self._a_peer, _LAST_TAG).wait(_AT_ONCE)
+        for rank in self._peers:
+            try:  # it never comes: that is the point
+                self._group.recv([nowhere], rank, _LAST_TAG).wait(_AT_ONCE)
+            except RuntimeError as error:
+                if _TIMED_OUT in str(error):  # and the others are closed, too
+                    return
 
     async def close(self) -> None:
         """Close all connections. No operation may be under way."""
@@ -260,11 +279,6 @@ def _lent(slab: Slab, nbytes: int) -> Iterator[torch.Tensor]:
         tensor = torch.frombuffer(view, dtype=torch.uint8)
         yield tensor
         del tensor
-
-
-def _why(error: BaseException, ranks: Sequence[int]) -> str:
-    """Say what a transfer failed of."""
-    return f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

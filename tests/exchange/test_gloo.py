@@ -8,10 +8,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PeerLostError
-from ckptio.exchange.gloo import GlooLink, gloo_link, is_available, serve_store
+from ckptio.exchange.gloo import _LAST_TAG, GlooLink, gloo_link, is_available, serve_store
 from ckptio.staging.pool import Slab
 
 if TYPE_CHECKING:
@@ -139,19 +140,34 @@ async def test_what_begins_behind_a_failure_says_what_failed() -> None:
 
 
 class FakeGroup:
-    """Loses rank 1 at once; what goes to another rank ends when that is said."""
+    """Loses rank 1 at once; what goes to another rank ends when that is said.
 
-    def __init__(self) -> None:
-        self.ends = threading.Event()
+    What another rank is to send ends when the link is broken.
+    """
+
+    def __init__(self, *, knows_it: bool = False) -> None:
+        self.ends, self.breaks = threading.Event(), threading.Event()
+        self._knows_it = knows_it
+        self.num_begun = 0
 
     def send(self, _: object, rank: int, __: int) -> Any:
         def lose(_: object) -> None:
             raise RuntimeError("rank 1 has gone")
 
+        if rank == 1 and self._knows_it:
+            lose(0)
+        self.num_begun += 1
         return types.SimpleNamespace(wait=lose if rank == 1 else lambda _: self.ends.wait())
 
-    def recv(self, tensors: object, _: int, tag: int) -> Any:
-        return self.send(tensors, 1, tag)
+    def recv(self, _: object, __: int, tag: int) -> Any:
+        def end(_: object) -> None:
+            if tag == _LAST_TAG:
+                self.breaks.set()
+            self.breaks.wait()
+            raise RuntimeError("the connection was closed")
+
+        self.num_begun += 1
+        return types.SimpleNamespace(wait=end)
 
 
 async def test_so_it_does_while_the_failure_waits_for_the_others() -> None:
@@ -172,6 +188,70 @@ async def test_so_it_does_while_the_failure_waits_for_the_others() -> None:
     await link.close()
 
 
+async def test_so_does_what_the_failure_has_ended() -> None:
+    """It ends before the failure is told, of which the rank that it waited for knows nothing."""
+    group = FakeGroup()
+    link = GlooLink(0, 3, group)
+    ended = asyncio.create_task(take(link, 2, 2, 1))
+    while not group.num_begun:
+        await asyncio.sleep(0)
+    first = asyncio.create_task(give(link, [1, 2], 1, b"x"))
+    try:
+        with pytest.raises(PeerLostError, match="ranks 1-2 broke off: rank 1 has"):
+            await ended
+        assert not first.done()
+    finally:
+        group.ends.set()
+    with pytest.raises(PeerLostError, match="rank 1 has gone"):
+        await first
+    await link.close()
+
+
+async def test_what_cannot_begin_ends_what_began_with_it() -> None:
+    """A send to two, of which gloo knows that one has gone: the other one has the memory, too."""
+    group = FakeGroup(knows_it=True)
+    link = GlooLink(0, 3, group)
+    sending = asyncio.create_task(give(link, [2, 1], 1, b"x"))
+    try:
+        while not (link._is_broken or sending.done()):
+            await asyncio.sleep(0)
+        assert not sending.done()
+    finally:
+        group.ends.set()
+    with pytest.raises(PeerLostError, match="ranks 1-2 broke off: rank 1 has gone"):
+        await sending
+    await link.close()
+
+
+def has_gone(link: GlooLink, rank: int) -> bool:
+    """Whether gloo knows it, and begins nothing with the rank any more."""
+    assert link._group is not None
+    try:
+        link._group.send([torch.empty(1, dtype=torch.uint8)], rank, _LAST_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+async def test_a_wait_can_be_cancelled_though_another_rank_has_gone() -> None:
+    """No wait for that one runs out of time: it ends at once, and ends no other."""
+    async with links(3) as (a, b, c):
+        waiting = asyncio.create_task(take(a, 2, 7, 10))
+        while len(a._threads._threads) < 1:
+            await asyncio.sleep(0)
+        b._break_off()
+        while not has_gone(a, 1):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait((waiting,), timeout=TIMEOUT_S / 2)
+        has_ended = waiting.done()
+        with contextlib.suppress(PeerLostError):  # so that it ends in any case
+            await give(c, [0], 7, bytes(10))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert has_ended
+
+
 async def test_a_rank_is_not_blamed_for_what_a_cancellation_ended() -> None:
     """That ends all other waits, too: none of them broke the exchange off."""
     async with links(2) as (a, _):
@@ -181,7 +261,8 @@ async def test_a_rank_is_not_blamed_for_what_a_cancellation_ended() -> None:
         waits[0].cancel()
         async with asyncio.timeout(TIMEOUT_S / 2):
             await asyncio.wait(waits)
-        assert isinstance(waits[1].exception(), PeerLostError)
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await waits[1]
         with pytest.raises(PeerLostError, match="broken off before"):
             await give(a, [1], 1, b"x")
 
