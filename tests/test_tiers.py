@@ -312,6 +312,37 @@ def test_one_call_whose_engine_is_closed_while_its_copy_begins_owes_it(
     assert sync.finish_copies(near) == (str(far / "a"),)
 
 
+def test_one_call_whose_engine_is_closed_while_its_copy_goes_on_says_how_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a child of multiprocessing whose target returns: its end waits for both."""
+    closers: list[threading.Thread] = []
+    has_closed = threading.Event()
+    close, begin = EngineCore.close, InFlight.begin
+
+    def watch(event: Event) -> None:
+        if isinstance(event, CopyStarted):
+            assert has_closed.wait(60)
+
+    def close_behind(flight: InFlight, *args: Any, engine: Any, **options: Any) -> None:
+        begin(flight, *args, engine=engine, **options)
+        if args[3].startswith("copy "):
+            closers.append(begin_close(engine))
+
+    def close_and_tell(core: EngineCore, **options: Any) -> None:
+        close(core, **options)
+        if threading.current_thread().name == "ckptio-save":  # another one is at it
+            has_closed.set()
+
+    monkeypatch.setattr(InFlight, "begin", close_behind)
+    monkeypatch.setattr(EngineCore, "close", close_and_tell)
+    near, far = tmp_path / "near", tmp_path / "far"
+    handle = ckptio.save(STATE, near / "a", then=far / "a", config=SMALL, observer=watch)
+    assert handle.durable.wait(60).path == str(far / "a")
+    closers[0].join()
+    assert files_in(far / "a") == files_in(near / "a")
+
+
 def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) -> None:
     """A path that is mistyped, or not mounted; an empty one owes nothing."""
     assert sync.finish_copies(tmp_path) == ()

@@ -186,9 +186,9 @@ def _close_after(
     finally:
         if copy is None or not is_committed:
             running.end.result()()
-        elif copying.end.done() and not is_refused:
-            copying.end.result()()
-        else:
+        elif is_refused:
             error = EngineClosedError("the program ended before the copy began")
             moments.durable.fail_unless_done(error)
+        else:  # where somebody else closes the engine, it may not have ended yet
+            copying.end.result()()
         moments.is_over()
