@@ -44,7 +44,6 @@ from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
 from ckptio.plan.trees import take_tree
-from ckptio.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -118,12 +117,15 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
 async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None:
     """Clean up, to the end: an abort that comes meanwhile comes too late for what is committed.
 
-    Behind it, a store that says nothing is not waited for until its last try.
+    Behind it, or one that has ended the save, a silent store is not waited for until its last try.
 
     Raises:
         RankError, StorageError: Nobody can tell whether it is; as `_JointSave.clean_up`.
         asyncio.CancelledError: It is not, and was aborted meanwhile.
     """
+    was_aborted = isinstance(error, asyncio.CancelledError)
+    if was_aborted:
+        save.hurry()
     cleaning = asyncio.ensure_future(save.clean_up(error))
     try:
         try:
@@ -133,7 +135,7 @@ async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None
             if committed is None:
                 raise
             take_back_cancel()
-        if committed is not None and isinstance(error, asyncio.CancelledError):
+        if committed is not None and was_aborted:
             take_back_cancel()
         return committed
     finally:
@@ -154,7 +156,7 @@ class _JointSave:
         self._session: Session | None = None
         self._failure: StorageError | None = None  # this rank's own; of the commit, on rank 0
         self._look: asyncio.Timeout | None = None
-        self._looks_until_s: float | None = None
+        self._is_hurried = False
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
@@ -275,7 +277,7 @@ class _JointSave:
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
         try:
-            async with asyncio.timeout_at(self._looks_until_s) as self._look:
+            async with asyncio.timeout(GRACE_S if self._is_hurried else None) as self._look:
                 return await self._find_own()
         except (CheckpointError, TimeoutError):  # nothing that can be read: in doubt
             return None
@@ -300,15 +302,15 @@ class _JointSave:
         )
 
     def hurry(self) -> None:
-        """Look for the manifest for `GRACE_S` from now on at the most: somebody has given up.
+        """Look for the manifest for `GRACE_S` at the most: somebody has given up.
 
-        Not on a file system: its thread is waited for in any case, and says then what is there.
+        Not where the answer is waited for in any case: it says what is there.
         """
-        if isinstance(self._job.storage, LocalStorage):
+        if self._is_hurried or self._job.storage.is_outlived:
             return
-        self._looks_until_s = asyncio.get_running_loop().time() + GRACE_S
+        self._is_hurried = True
         if self._look is not None:
-            self._look.reschedule(self._looks_until_s)
+            self._look.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     def _common(self, kind: str) -> dict[str, Json]:
         """Say what has to be the same on all ranks."""

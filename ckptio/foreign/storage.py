@@ -87,6 +87,11 @@ class AnyStorage:
         return await self._inner.locate(gives_up=gives_up)
 
     @property
+    def is_outlived(self) -> bool:
+        """As the place for checkpoints of ours has it."""
+        return self._inner.is_outlived
+
+    @property
     def gap_nbytes(self) -> int:
         """As the place for checkpoints of ours has it."""
         return self._inner.gap_nbytes

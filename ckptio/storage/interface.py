@@ -169,6 +169,14 @@ class Storage(Protocol):
         ...
 
     @property
+    def is_outlived(self) -> bool:
+        """Whether a cancelled call waits for its answer all the same, as for a file system's thread.
+
+        A request is given up instead.
+        """
+        ...
+
+    @property
     def gap_nbytes(self) -> int:
         """Bytes nobody wants that are cheaper to read than to leave out."""
         ...

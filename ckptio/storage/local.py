@@ -64,6 +64,8 @@ class LocalStorage:
         files: Operations to use; the real ones if not given.
     """
 
+    is_outlived = True  # threads are
+
     def __init__(
         self,
         path: str,

@@ -58,6 +58,8 @@ class ObjectStorage:
         clock: Gives seconds since some moment; by it a save says now and then that it lives.
     """
 
+    is_outlived = False  # a request can be given up
+
     def __init__(
         self,
         url: str,

@@ -87,6 +87,8 @@ class MemoryStorage:
         counts: The same in numbers.
     """
 
+    is_outlived = False  # it waits for nothing but time
+
     def __init__(
         self,
         path: str = "memory",
@@ -277,8 +279,7 @@ class MemoryStorage:
         """Take a note; see `interface.Storage`."""
         self.step("take_note")
         await self._wait()
-        place = self._place
-        if save_id not in place.notes or save_id in place.held:
+        if save_id not in self.notes or save_id in self._place.held:
             return None
         return self.hold(save_id)
 
@@ -297,8 +298,7 @@ class MemoryStorage:
         """Look for a note; see `interface.Storage`."""
         self.step("has_note")
         await self._wait()
-        notes = self._place.notes
-        return bool(notes) if save_id is None else save_id in notes
+        return bool(self.notes) if save_id is None else save_id in self.notes
 
     def let_go(self, save_id: str, *, drop: bool) -> None:
         """Let go of a note, or remove it. Called by the note."""

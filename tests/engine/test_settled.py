@@ -16,6 +16,7 @@ from ckptio import sync
 from ckptio.engine.save import SaveReceipt
 from ckptio.engine.together import _JointSave, _settled
 from ckptio.errors import RankError, StorageError
+from ckptio.foreign.storage import AnyStorage
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.local import LocalStorage
 from tests.rig import SMALL
@@ -129,7 +130,8 @@ async def test_what_a_file_system_says_late_is_heard(
     saved = sync.save({"a": 1}, tmp_path / "a")
     files = SlowFiles()
     with ThreadPoolExecutor() as executor:
-        storage = LocalStorage(str(tmp_path / "a"), SMALL, executor, lambda _: None, files)
+        place = LocalStorage(str(tmp_path / "a"), SMALL, executor, lambda _: None, files)
+        storage = AnyStorage(place, SMALL, executor)  # as engines make it
         context: Any = SimpleNamespace(
             executor=executor, ranks=SimpleNamespace(rank=0), cache=Mock()
         )

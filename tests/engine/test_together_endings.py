@@ -457,6 +457,70 @@ def test_who_aborts_while_it_looks_does_not_wait_for_a_silent_store(late: int) -
     run(scenario(), seed=0)
 
 
+def test_who_has_aborted_does_not_wait_for_a_silent_store_either() -> None:
+    """It is told so once, and by nobody again; the others hear that it is committed."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            silent = same_place(ranks, SaysNothing)
+            give_place(ranks, 1, silent)
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            begun_s = now_s()
+            handles[1].abort()
+            outcomes = await outcomes_of(handles)
+            error = outcomes.pop(1)
+            assert isinstance(error, RankError)
+            assert error.in_doubt
+            assert now_s() - begun_s < 15
+            assert not any(isinstance(outcome, BaseException) for outcome in outcomes)
+            give_place(ranks, 1, ranks.storages[1])
+            await check_saved(ranks)
+            assert silent.counts.num_open_attempts == 0
+
+    run(scenario(), seed=0)
+
+
+class SlowToEnd(MemoryStorage):
+    """Has nothing more to remove, and takes a while to find that out."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return _SlowEnder(self, save_id, overwrite=overwrite, leads=True)
+
+
+class _SlowEnder(MemoryAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        await super().commit(manifest)
+        self._storage.step("committed")
+        await asyncio.sleep(500.0)
+
+    async def abort(self) -> None:
+        await asyncio.sleep(20.0)
+        await super().abort()
+
+
+def test_who_has_aborted_looks_after_it_has_removed_what_it_made() -> None:
+    """However long that took: the time for the look is its own."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            slow = same_place(ranks, SlowToEnd)
+            give_place(ranks, 0, slow)
+            handles = begin_saves(ranks)
+            while not any(operation.kind == "committed" for operation in slow.operations):
+                await asyncio.sleep(0.001)
+            handles[0].abort()
+            for outcome in await outcomes_of(handles):
+                assert not isinstance(outcome, BaseException), outcome
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
 class SlowToPublish(MemoryStorage):
     """Takes a while to publish a manifest, whatever happens meanwhile."""
 
