@@ -12,11 +12,13 @@ import contextlib
 import datetime as dt
 import errno
 import inspect
+import json
 import math
 import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_plus
 
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -29,7 +31,7 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 #: Protocols.
 GOOGLE = ("gs", "gcs")
@@ -222,9 +224,17 @@ def _shown(text: str, hidden: Sequence[str]) -> str:
 
     Queries go last: what is cut out of a secret as one would leave the rest of it.
     """
-    for secret in hidden:
-        text = text.replace(secret, "...")
+    forms = {form for secret in hidden for form in _forms_of(secret)}
+    for form in sorted(forms, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(form, "...")
     return _QUERY.sub("?...", text)
+
+
+def _forms_of(secret: str) -> set[str]:
+    """Give a secret as it may stand in a message: as Python or JSON writes it, or in a URL."""
+    written = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}
+    in_urls = {quote(secret, safe, errors="replace") for safe in ("/", "")}
+    return written | in_urls | {quote_plus(secret, errors="replace")}
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -271,22 +281,25 @@ def _judged(error: Exception, problem: str) -> StoreError:
     return TransientError(problem)
 
 
-def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[str, ...]:
-    """Give the values in `storage_options` that are, by their names, not to be shown.
+def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give the values in `storage_options` that are, by their names, not to be shown."""
+    return tuple(_secrets_in(options, is_secret=False))
 
-    The longest is first: what is cut out first may be a part of another.
-    """
-    found: list[str] = []
-    for name, value in options.items():
-        is_secret = all_of_it or _SECRET.search(str(name)) is not None
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Mapping):
-                found += secrets_of(part, all_of_it=is_secret)
-            elif is_secret and part and isinstance(part, bytes):  # as they are shown
-                found.append(part.decode(errors="backslashreplace"))
-            elif is_secret and part and isinstance(part, str):
-                found.append(part)
-    return tuple(sorted(found, key=len, reverse=True))
+
+def _secrets_in(value: object, *, is_secret: bool) -> Iterator[str]:
+    """Give what is secret in a value, or all of it; lists of pairs may stand for mappings."""
+    if isinstance(value, Mapping):
+        value = [*value.items()]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            if isinstance(part, (list, tuple)) and len(part) == 2:  # noqa: PLR2004  # a pair
+                name, inner = part
+                is_named = _SECRET.search(str(name)) is not None
+                yield from _secrets_in(inner, is_secret=is_secret or is_named)
+            else:
+                yield from _secrets_in(part, is_secret=is_secret)
+    elif is_secret and isinstance(value, (str, bytes)) and value:
+        yield value if isinstance(value, str) else value.decode(errors="backslashreplace")
 
 
 def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:

@@ -170,9 +170,9 @@ class Storage(Protocol):
 
     @property
     def is_outlived(self) -> bool:
-        """Whether a cancelled call waits for its answer all the same, as for a file system's thread.
+        """Whether a call that is cancelled waits for its answer all the same.
 
-        A request is given up instead.
+        That is so for the thread of a file system; a request is given up instead.
         """
         ...
 

@@ -8,6 +8,7 @@ import errno
 import ftplib
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -17,6 +18,7 @@ import threading
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote, quote_plus
 
 import aiohttp
 import fsspec
@@ -43,7 +45,7 @@ from tests.s3.servers import free_port
 from tests.storage.filesystems import LoopFileSystem, SyncFileSystem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 MiB = 1 << 20
@@ -288,8 +290,26 @@ def test_secrets_are_known_by_their_names() -> None:
     options = {"passwd": "pw", "headers": {"Authorization": "Bearer x"}, "auth": ("me", "me-too")}
     assert set(secrets_of(options)) == {"pw", "Bearer x", "me", "me-too"}
     assert secrets_of({"hosts": ["a", {"pwd": "b"}]}) == ("b",)
+    assert secrets_of({"headers": [("Accept", "a"), ("Authorization", "b")]}) == ("b",)
     (hidden,) = secrets_of({"password": b"\xffpw"})
     assert hidden in repr(b"\xffpw")
+
+
+@pytest.mark.parametrize(
+    "secret", ["-----BEGIN KEY-----\nMIIE", "p'w\"\\", "p@ss w/rd", "p\u00e4sse"]
+)
+@pytest.mark.parametrize("write", [str, repr, json.dumps, quote, quote_plus])
+def test_a_secret_is_known_however_it_is_written(secret: str, write: Callable[[str], str]) -> None:
+    """A key of several lines in the `repr` of the options, or a password in a URL."""
+    hidden = secrets_of({"token": {"private_key": secret}})
+    shown, is_clean = told(RuntimeError(f"no such login: <{write(secret)}>"), hidden)
+    assert re.fullmatch("RuntimeError: no such login: <[\"']?...[\"']?>", str(shown))
+    assert not is_clean
+
+
+def test_a_secret_that_is_no_text_hides_no_error() -> None:
+    """Of a variable of the environment that is not UTF-8."""
+    assert str(told(RuntimeError("no such login"), ("\udc80",))[0]).endswith("no such login")
 
 
 def test_a_secret_that_is_a_part_of_another_leaves_nothing_of_that() -> None:
