@@ -182,6 +182,22 @@ def test_a_slice_of_a_view_is_that_of_the_tensor(
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("name", ["int4", "bits16"])
+@pytest.mark.parametrize("kind", ["transposed", "a part", "every other", "expanded"])
+def test_a_slice_of_a_view_of_bits_is_that_of_the_tensor(
+    engine: sync.Engine, tmp_path: Path, name: str, kind: str
+) -> None:
+    """Though torch has no copy of some types of bits."""
+    base = random_tensor((20, 10), getattr(torch, name))
+    view = VIEWS[kind](base)
+    engine.save({"a": base, "v": view}, tmp_path / "c")
+    integer = {1: torch.uint8, 2: torch.int16}[view.itemsize]
+    for index in ((), 0, (slice(1, 3), slice(2, 5))):
+        found = engine.load_slice(tmp_path / "c", "v", index)
+        assert found.dtype is view.dtype
+        assert torch.equal(found.view(integer), view.view(integer)[index])
+
+
 def test_a_slice_of_a_view_reads_little_more(
     engine: sync.Engine, events: list[Event], tmp_path: Path
 ) -> None:

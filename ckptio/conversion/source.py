@@ -22,7 +22,7 @@ from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, nbytes_of, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.state.leaves import DTYPE_NAMES, is_convertible
+from ckptio.state.leaves import DTYPE_NAMES, as_integers, is_convertible
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
 from ckptio.state.references import check_view
@@ -332,7 +332,8 @@ def _read_spans(source: Source, leaves: Sequence[Leaf]) -> Iterator[torch.Tensor
 
 
 def _viewed(base: torch.Tensor, node: Json) -> torch.Tensor:
-    return view_of(base, node).contiguous().resolve_conj().resolve_neg()
+    view = view_of(base, node)
+    return as_integers(view).contiguous().resolve_conj().resolve_neg().view(view.dtype)
 
 
 def whole_of(entry: TensorEntry) -> Part:

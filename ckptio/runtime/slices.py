@@ -15,6 +15,7 @@ from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams, devices_of
 from ckptio.staging.copy import Destination, TargetState
+from ckptio.state.leaves import as_integers
 from ckptio.state.rebuild import device_of, empty, torch_dtype, view_of
 from ckptio.state.references import check_view
 
@@ -78,7 +79,8 @@ def slice_flow(
     target.mark_written()
     if part is not None:
         view = view_of(result, part.node)  # expanded, it is larger than what was read
-        result = empty(region.shape, view.dtype, result.device, name).copy_(view)
+        result = empty(region.shape, view.dtype, result.device, name)
+        as_integers(result).copy_(as_integers(view))
     return result.view(shape)
 
 

@@ -528,6 +528,21 @@ def test_elements_that_dcp_does_not_know_are_refused_by_name(name: str, tmp_path
     assert torch.equal(found.view(torch.int16), bits.view(torch.int16))
 
 
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize("name", ["int4", "bits16"])
+def test_views_of_bits_are_converted(name: str, to: Any, tmp_path: Path) -> None:
+    """Each becomes a tensor of its own, though torch has no copy of some types of bits."""
+    bits = torch.arange(48, dtype=torch.int16).view(getattr(torch, name)).reshape(6, -1)
+    state = {"bits": bits, "t": bits.t(), "part": bits[1:5, :3], "twice": bits[:1].expand(4, -1)}
+    source, target = save_as("ours", tmp_path / "source", state), tmp_path / "x.safetensors"
+    sync.convert(source, target, to=to, config=SMALL)
+    found = sync.load(target, config=SMALL)
+    integer = {1: torch.uint8, 2: torch.int16}[bits.itemsize]
+    for key, tensor in state.items():
+        assert found[key].dtype == bits.dtype
+        assert torch.equal(found[key].view(integer), tensor.view(integer))
+
+
 @pytest.mark.skipif(
     not hasattr(torch, "float4_e2m1fn_x2"), reason="types of a later version of torch"
 )
