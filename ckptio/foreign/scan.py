@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_EACH, _MAX_MORE = 64, 1 << 18
 _CAP = 1 << 60
 _MAX_WORD = 20  # digits of the largest address: what storages were once called by
-_KEY = 2  # where a reference to a storage has its name
+_TYPE, _KEY = 1, 2  # where a reference to a storage has its type and its name
 #: Pickles that a file of before 1.6 begins with: magic, version, system, state, storages.
 NUM_OLD_PICKLES = 5
 
@@ -91,12 +91,14 @@ class Scanned:
             to it: a `LIST` takes items, a `DICT` takes keys and values, and a `TENSOR` is what a
             tensor is made to be; `MIXED` is what nothing else can be.
         storages: Names of the storages that are referred to.
+        retyped: Names of those that are referred to by more than one type.
         listed: Short texts that are put into lists.
     """
 
     nbytes: int
     kinds: Mapping[str, str]
     storages: frozenset[str] = frozenset()
+    retyped: frozenset[str] = frozenset()
     listed: frozenset[str] = frozenset()
 
 
@@ -130,6 +132,7 @@ def scan_pickle(file: IO[bytes]) -> Scanned:
         file.tell() - start,
         machine.kinds,
         frozenset(machine.storages),
+        frozenset(machine.retyped),
         frozenset(machine.listed),
     )
 
@@ -149,7 +152,8 @@ class _Machine:
         self._memo: dict[int, _Thing] = {}
         self.stack: list[_Thing] = []
         self.kinds: dict[str, str] = {}
-        self.storages: set[str] = set()
+        self.storages: dict[str, str] = {}  # with the type of each
+        self.retyped: set[str] = set()
         self.listed: set[str] = set()
         self._below: list[list[_Thing]] = []
 
@@ -278,7 +282,9 @@ class _Machine:
         """Refer to a storage: "storage", its type, its name, and more."""
         parts = self.stack[-1].parts
         if len(parts) > _KEY and parts[0].name == "storage" and parts[_KEY].kind == "text":
-            self.storages.add(parts[_KEY].name)
+            name, kind = parts[_KEY].name, parts[_TYPE].name
+            if self.storages.setdefault(name, kind) != kind:
+                self.retyped.add(name)
         self.stack[-1] = _Thing("made")
 
     def call(self, _: int) -> None:

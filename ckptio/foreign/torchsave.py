@@ -57,7 +57,7 @@ from ckptio.state.tree import tensor_index, walk
 from ckptio.storage.files import write_at
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest, TensorEntry
@@ -70,6 +70,7 @@ _MAX_DIRECTORY_NBYTES = 1 << 28
 #: Of the names that tensors have in the manifest.
 _PREFIX = "tensor-"
 _OTHER_ORDER = "its bytes are in another order than this machine's"
+_RETYPED = "it has tensors of two types in one storage without bytes; copy the file to a local one"
 
 
 class _NotByRangesError(FormatError):
@@ -244,7 +245,19 @@ class TorchSaveReader:
             if name.endswith("/byteorder") and data != b"little":
                 raise _NotByRangesError(_OTHER_ORDER)
             write_at(fd, data, start)
+        self._require_types(stored)
         self._members = Members(self._folder, self._name, members)
+
+    def _require_types(self, stored: Mapping[str, zipfile.ZipInfo]) -> None:
+        """Refuse tensors of two types in one storage without bytes.
+
+        Raises:
+            _NotByRangesError: There are some. torch gives both the type of the first in a file that
+                it maps, and each its own otherwise.
+        """
+        empty = {name.rpartition("/")[2] for name, info in stored.items() if not info.file_size}
+        if any(empty & scanned.retyped for scanned in self._scanned):
+            raise _NotByRangesError(_RETYPED)
 
     def _read(self, start: int, stop: int) -> bytes:
         return self._folder.read(self._name, start, stop)

@@ -83,6 +83,13 @@ def test_ties_and_views_stay(tmp_path: Path) -> None:
     assert torch.equal(found["rows"], base[1:])
 
 
+def test_types_of_tensors_without_elements_stay_in_one_storage(tmp_path: Path) -> None:
+    """Of a file that it maps, torch would make both of the first one's type."""
+    empty, path = torch.empty((0, 2), dtype=torch.uint8), tmp_path / "state.pt"
+    torch.save({"a": empty, "b": empty.view(torch.bfloat16), "w": torch.ones(3)}, path)
+    assert_same_state(sync.load(path, config=SMALL), torch.load(path))
+
+
 def test_a_file_that_is_more_than_data_runs_nothing(tmp_path: Path) -> None:
     """Of both formats; the error says what it was."""
     proof = tmp_path / "proof"
