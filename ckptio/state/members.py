@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from ckptio.format.encode import Json
 
+#: Bits of a number that Python writes in digits, whatever limit was set: it has 640 of those.
+_MAX_BITS = 2048
+
 
 def identity_of_key(fqn: str, key: object) -> Hashable:
     """Give what tells a key of the target from others, enums and records among them."""
@@ -69,9 +72,14 @@ def take_member(
     as strings, those of an optimizer's state among them.
     """
     found = stored.pop(identity, None)
-    if found is None and type(key) is int and str(key) not in target:
-        found = stored.pop(str(key), None)
+    if found is None and type(key) is int and (digits := _as_text(key)) not in target:
+        found = stored.pop(digits, None)
     return found
+
+
+def _as_text(key: Hashable) -> Hashable:
+    """Give the digits of a number; what they are too many for, and what is none, as it is."""
+    return str(key) if type(key) is int and key.bit_length() <= _MAX_BITS else key
 
 
 def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
@@ -103,6 +111,6 @@ def in_order(
 
     def place_of(key: object) -> int:
         identity = identity_of_key(fqn, key)
-        return places.get(identity, places.get(str(identity), len(places)))
+        return places.get(identity, places.get(_as_text(identity), len(places)))
 
     return {key: values[key] for key in sorted(values, key=place_of)}

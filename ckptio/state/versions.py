@@ -91,7 +91,7 @@ class Versions:
             key: A key of the target that is not stored.
             stored: Those that are.
         """
-        parent, dot, name = str(key).rpartition(".")
+        parent, dot, name = key.rpartition(".") if isinstance(key, str) else ("", "", "")
         found = self._others.get(self._names.bare(parent)) if name == _COUNT else None
         if found is None or not all(f"{parent}{dot}{other}" in stored for other in _COUNTED):
             return False

@@ -59,6 +59,24 @@ def test_tensors_are_filled_and_other_values_replaced() -> None:
     assert (result["step"], result["name"], more[1]) == (7, "x", 5)
 
 
+#: Keys that Python and numpy refuse to write.
+TEXTLESS = [10**5000, (10**5000,), np.ones(1, "i8").view("M8")[0]]
+
+
+@pytest.mark.parametrize("key", TEXTLESS, ids=["int", "tuple", "datetime64"])
+def test_keys_without_a_text_are_matched_and_missed(key: Any) -> None:
+    """In the stored order, if the target keeps one; it is no name of a module's, nor of DCP's."""
+    saved = OrderedDict([(key, zeros(2)), ("a", 1), ("b", {key: 2})])
+    target = OrderedDict([("b", {key: 0}), ("a", 0), (key, zeros(2))])
+    match, result = matched(saved, target)
+    assert match.agrees
+    assert list(result) == [key, "a", "b"]
+    assert result["b"] == {key: 2}
+    match = match_of({"a": 1}, {"a": 0, key: zeros(2)})
+    assert len(match.missing) == 1
+    assert not match.unexpected
+
+
 @given(state=plain_states)
 def test_a_state_without_tensors_fits_itself(state: Any) -> None:
     """Whatever its keys are; and a placeholder of anything takes it."""
