@@ -38,14 +38,7 @@ if TYPE_CHECKING:
         verify,
     )
     from ckptio.checkpointer import Checkpointer
-    from ckptio.config import (
-        CheckpointConfig,
-        DirectIO,
-        Durability,
-        Exchange,
-        Replicate,
-        S3Client,
-    )
+    from ckptio.config import CheckpointConfig, DirectIO, Durability, Exchange, Replicate, S3Client
     from ckptio.conversion.convert import ConvertReport, Format, convert
     from ckptio.conversion.safetensors import Written
     from ckptio.engine.asked import Strict

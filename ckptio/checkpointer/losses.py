@@ -12,13 +12,7 @@ import errno
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import (
-    PlanError,
-    RankError,
-    SaveAbortedError,
-    StalePlanError,
-    StorageError,
-)
+from ckptio.errors import PlanError, RankError, SaveAbortedError, StalePlanError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,12 +18,7 @@ from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.heads import read_head
 from ckptio.engine.nearest import was_saved_again
-from ckptio.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    ConfigError,
-    shown,
-)
+from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError, shown
 from ckptio.events import HigherStepFound
 from ckptio.format.summary import is_newer
 from ckptio.plan.retention import KeepLast

@@ -6,6 +6,7 @@ Of a URL the same is told by `doctor_store`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import mmap
@@ -56,10 +57,10 @@ def run(path: str, *, storage_options: Sequence[str], as_json: bool) -> int:
         config = config_for([path], storage_options)
         top = remote_url(path) or absolute(local_path(path))
         if remote_url(path) is not None:
-            from ckptio.cli.doctor_store import run_doctor  # noqa: PLC0415  # where there is one
+            from ckptio.cli.doctor_store import look_at_store  # noqa: PLC0415  # where there is one
 
             result["file_system"] = top.partition("://")[0]
-            findings, leftovers = run_doctor(top, config)
+            findings, leftovers = asyncio.run(look_at_store(top, config))
         else:
             free = os.statvfs(top)
             result["file_system"] = file_system_of(top)

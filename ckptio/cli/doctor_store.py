@@ -7,7 +7,6 @@ secret.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 import statistics
@@ -23,11 +22,7 @@ from ckptio.events import CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.storage.object_commit import read_commit
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
-from ckptio.storage.store import (
-    ConditionFailedError,
-    ObjectMissingError,
-    StoreError,
-)
+from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
 from ckptio.storage.stores import open_stores
 
 if TYPE_CHECKING:
@@ -38,7 +33,7 @@ if TYPE_CHECKING:
     from ckptio.cli.findings import State
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.storage.store import ObjectInfo, UploadInfo
+    from ckptio.storage.store import ObjectInfo
 
     T = TypeVar("T")
 
@@ -267,7 +262,7 @@ class _Probe:
         upload = await self._run("begin", key, lambda: self._store.upload(key))
         try:
             await self._run("write part 0 of", key, lambda: upload.write(0, memoryview(_DATA)))
-            listed = [found.key for found in await self._uploads_below()]
+            listed = [found.key for found in (await self._place.list()).uploads]
         finally:
             await self._place.quietly(key, upload.abort)
         left = await self._place.list()
@@ -279,9 +274,6 @@ class _Probe:
                 " let a rule of the store remove them"
             )
         return "yes", "objects are written in parts; uploads that were not ended can be listed"
-
-    async def _uploads_below(self) -> list[UploadInfo]:
-        return list((await self._place.list()).uploads)
 
     async def _clock(self) -> tuple[State, str]:
         before_s = time.time()
@@ -308,8 +300,3 @@ class _Probe:
             gets.append(time.perf_counter() - middle)
         put_ms, get_ms = (statistics.median(times) * _MILLI for times in (puts, gets))
         return "yes", f"4 KiB are written in {put_ms:.1f} ms and read in {get_ms:.1f} ms (median)"
-
-
-def run_doctor(url: str, config: CheckpointConfig) -> tuple[list[Finding], list[Leftover]]:
-    """Look at a store; see `look_at_store`. Blocks."""
-    return asyncio.run(look_at_store(url, config))

@@ -21,11 +21,7 @@ from ckptio.cli.outcome import FAILED, FINE, explain
 from ckptio.cli.owed import Owed, read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, format_nbytes, visible
-from ckptio.errors import (
-    CheckpointError,
-    ConfigError,
-    StorageError,
-)
+from ckptio.errors import CheckpointError, ConfigError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
 from ckptio.storage.keys import shown_url

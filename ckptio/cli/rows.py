@@ -117,11 +117,8 @@ def _read(
                     return await _described(describe, prefixes, config.max_requests, advance)
 
                 return core.call_blocking(rows_below, "list")
-        with contextlib.ExitStack() as stack:
-            long = len(found) > _LONG
-            advance = (
-                stack.enter_context(terminal.progress("reading", in_bytes=False)) if long else None
-            )
+        progress = terminal.progress("reading", in_bytes=False)
+        with progress if len(found) > _LONG else contextlib.nullcontext() as advance:
 
             async def rows(context: EngineContext) -> list[Row]:
                 # in one call: of thousands, each would take a way to the loop

@@ -19,11 +19,11 @@ import torch
 
 from ckptio.conversion.source import PART_NBYTES, Leaf, Source, parts_of, read_views
 from ckptio.foreign.interface import notes_of
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.encode import TAG
 from ckptio.layout import batches
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.leaves import as_integers, raw_bytes
-from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
+from ckptio.state.tree import MAPPING_TAGS, identity_of, items_of, keys_of, tensor_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -285,14 +285,10 @@ def _places(
     fqn: str, node: Json, place: tuple[Hashable, ...]
 ) -> Iterator[tuple[str, tuple[Hashable, ...], Json]]:
     """Give name, place and node of all that is no container, and of empty ones."""
-    items: list[tuple[str, Json]] = []
+    items = items_of(fqn, node)
     keys: list[Hashable] = []
-    if type(node) is list:
-        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-    elif type(node) is dict and tensor_index(node) is None:
-        items = list(children(fqn, node))
-        if items and node.get(TAG) in (None, *MAPPING_TAGS):
-            keys = [identity_of(key) for key in keys_of(node)]
+    if items and type(node) is dict and node.get(TAG) in (None, *MAPPING_TAGS):
+        keys = [identity_of(key) for key in keys_of(node)]
     for key, (name, item) in zip(keys or range(len(items)), items, strict=True):
         yield from _places(name, item, (*place, key))
     if not items:

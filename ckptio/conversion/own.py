@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import CommitConflictError
 from ckptio.storage import linux
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import (
-    NOT_TO_BE_SYNCED,
-    PosixFiles,
-    absolute,
-    make_dirs,
-    young_parents,
-)
+from ckptio.storage.files import NOT_TO_BE_SYNCED, PosixFiles, absolute, make_dirs, young_parents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

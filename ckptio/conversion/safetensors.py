@@ -34,6 +34,7 @@ from ckptio.errors import (
     CommitConflictError,
     ConfigError,
     StorageError,
+    some_of,
 )
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.source import Source
-
-_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +162,10 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
         else:
             lost.append(leaf.name)
     if lost and not drop_values:
-        shown = ", ".join(map(repr, lost[:_MAX_SHOWN]))
-        more = f" and {len(lost) - _MAX_SHOWN} more" if len(lost) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"safetensors files hold tensors alone, and {source.path!r} has other values: {shown}"
-            f"{more}; strip= takes what is below one name, as 'model', select= what has some names,"
-            " and drop_values= the tensors of all of it"
+            f"safetensors files hold tensors alone, and {source.path!r} has other values:"
+            f" {some_of(lost)}; strip= takes what is below one name, as 'model', select= what has"
+            " some names, and drop_values= the tensors of all of it"
         )
     if not taken:
         raise ConfigError(f"there is no tensor to write in {source.path!r}")

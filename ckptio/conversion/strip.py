@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckptio.conversion.unfit import UnfitError
 from ckptio.errors import ConfigError
-from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
-from ckptio.state.tree import children, tensor_index
+from ckptio.format.encode import RANKS_TAG, TAG
+from ckptio.state.tree import items_of, tensor_index
 
 if TYPE_CHECKING:
     from ckptio.format.encode import Json
@@ -70,8 +70,4 @@ def _has_names(node: Json) -> bool:
 
 def _items(fqn: str, node: Json) -> list[tuple[str, Json]]:
     """Give the values of a node that have names of their own, with those."""
-    if not _has_names(node):
-        return []
-    if type(node) is list:
-        return [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-    return list(children(fqn, node))
+    return items_of(fqn, node) if _has_names(node) else []

@@ -28,12 +28,7 @@ from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
 from ckptio.events import ExchangePlanned
 from ckptio.format.compose import encode_again
 from ckptio.format.manifest import decode_manifest
-from ckptio.plan.exchange import (
-    block_runs,
-    decode_part,
-    decode_runs,
-    plan_exchange,
-)
+from ckptio.plan.exchange import block_runs, decode_part, decode_runs, plan_exchange
 from ckptio.plan.explain import explain, explain_text
 from ckptio.plan.worth import is_worth_exchanging
 from ckptio.ranks.interface import Same, require_alike

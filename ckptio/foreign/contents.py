@@ -13,8 +13,9 @@ from ckptio.errors import FormatError
 from ckptio.foreign.folder import OverlapError, place_of, range_name, require_apart
 from ckptio.foreign.interface import with_files
 from ckptio.foreign.pickles import Record, short
-from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
+from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES, nbytes_of, numel
+from ckptio.state.references import is_naturals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +132,7 @@ def _ranges(places: dict[Any, Any]) -> dict[tuple[str, Any], str]:
         fqn, offset = index.get("fqn"), index.get("offset")
         file, start, nbytes = (info.get(key) for key in ("relative_path", "offset", "length"))
         is_named = type(fqn) is str and type(file) is str and file
-        if not is_named or not _is_extent(start, nbytes):
+        if not is_named or not is_naturals([start, nbytes]):
             raise FormatError(f"a bad place of {short(fqn)}: {short((file, start, nbytes))}")
         if info.get("transform_descriptors"):
             raise FormatError(
@@ -175,10 +176,6 @@ def _dtype(properties: Any) -> Any:
 
 
 def _extents(fqn: str, value: Any) -> tuple[int, ...]:
-    if type(value) not in (tuple, list) or not _is_extent(*value):
+    if type(value) not in (tuple, list) or not is_naturals([*value]):
         raise FormatError(f"tensor {fqn!r} has an impossible shape or offset {short(value)}")
     return tuple(value)
-
-
-def _is_extent(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value < MAX_EXTENT for value in values)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptio.errors import CorruptionError, FormatError
+from ckptio.errors import CorruptionError, FormatError, some_of
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.contents import Contents
 from ckptio.foreign.folder import OverlapError, place_of
@@ -53,7 +53,6 @@ METADATA = ".metadata"
 #: Of Megatron-core.
 _COMMON = "common.pt"
 _MAX_METADATA_NBYTES = 1 << 30
-_MAX_SHOWN = 5
 
 
 class Refusal(NamedTuple):
@@ -268,13 +267,10 @@ class DcpReader:
                     f" {refused[name].reason}; leave it out with select="
                 )
         fqns = [self._contents.values[name].fqn for name in wanted]
-        shown = ", ".join(map(repr, fqns[:_MAX_SHOWN]))
-        if len(fqns) > _MAX_SHOWN:
-            shown += f" and {len(fqns) - _MAX_SHOWN} more"
         return FormatError(
             f"{self._folder.root!r} holds objects that are more than data, and loading them may run"
-            f" anything: {shown}; leave them out with select=, or, if you trust the file, allow"
-            " their classes with torch.serialization.safe_globals"
+            f" anything: {some_of(fqns)}; leave them out with select=, or, if you trust the"
+            " file, allow their classes with torch.serialization.safe_globals"
         )
 
     def open(self, name: str, nbytes: int) -> Source | AwaitedSource:

@@ -25,12 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import (
-    CheckpointChangedError,
-    CorruptionError,
-    FormatError,
-    StorageError,
-)
+from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError, StorageError
 from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
     ZIP,

@@ -8,12 +8,7 @@ import msgspec
 
 from ckptio.errors import FormatError
 from ckptio.format.checksum import crc32c, pack_checksums
-from ckptio.format.manifest import (
-    FORMAT_VERSION,
-    MAX_MANIFEST_NBYTES,
-    TAIL_NBYTES,
-    check_hosts,
-)
+from ckptio.format.manifest import FORMAT_VERSION, MAX_MANIFEST_NBYTES, TAIL_NBYTES, check_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,13 +39,7 @@ import msgspec
 
 from ckptio.format.crowds import Crowd
 from ckptio.format.encode import RANKS_TAG, TAG
-from ckptio.plan.differences import (
-    DICT_TAGS,
-    RECORD_TAGS,
-    UNSURE,
-    Differences,
-    decode_key,
-)
+from ckptio.plan.differences import DICT_TAGS, RECORD_TAGS, UNSURE, Differences, decode_key
 from ckptio.plan.marks import unite_marked, unmarked
 
 if TYPE_CHECKING:

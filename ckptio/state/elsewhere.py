@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 
 from ckptio.format.encode import TAG
@@ -27,7 +26,7 @@ from ckptio.state.members import identity_of_key, members_of, take_member
 from ckptio.state.prune import prune_at
 from ckptio.state.records import tag_of
 from ckptio.state.sharded import is_sharded, memory_of
-from ckptio.state.tree import children, sequence_in, walk
+from ckptio.state.tree import children, is_same, sequence_in, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -123,15 +122,15 @@ class Elsewhere:
 
         What only one of them has contradicts nothing: some give what is trained alone.
         """
-        if _is_same_json(one.node, other.node):
+        if is_same(one.node, other.node):
             return True
         kept = [self._kept(stored) for stored in (one, other)]
         for pair in _shared(*kept, is_partial=self._keep is not None) if all(kept) else ():
-            if not _is_same_json(*map(_outline, pair)):
+            if not is_same(*map(_outline, pair)):
                 return False
             references = [[node for _, node in walk("", each)] for each in pair]
             for first, second in zip(*references, strict=True):
-                is_one = _is_same_json(first, second)
+                is_one = is_same(first, second)
                 if not is_one and not self._landed.are_alike(first, second, tensors):
                     return False
         return True
@@ -190,11 +189,6 @@ class Beside:
         """Note what a part takes at a place, if that is known."""
         if id(state) in self._states:
             self._elsewhere.note_part(fqn, part, self._states[id(state)])
-
-
-def _is_same_json(one: Json, other: Json) -> bool:
-    """Whether two nodes are the same: 1, True and 1.0 are equal."""
-    return one == other and msgspec.json.encode(one) == msgspec.json.encode(other)
 
 
 def _shared(

@@ -20,14 +20,7 @@ import torch
 
 from ckptio._gc import without_collection
 from ckptio.errors import UnsupportedLeafError
-from ckptio.format.encode import (
-    RANKS_TAG,
-    TAG,
-    ObjectEncoder,
-    class_name,
-    encode_bytes,
-    join_fqn,
-)
+from ckptio.format.encode import RANKS_TAG, TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
 from ckptio.format.manifest import MAX_DIMS
 from ckptio.layout import numel
 from ckptio.plan.differences import UNSURE

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from ckptio.errors import TargetError
@@ -17,7 +16,7 @@ from ckptio.state.handed import is_of_torch
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.prune import prune_at
 from ckptio.state.taken import Taken
-from ckptio.state.tree import names_kept, orders_in, tensor_index, walk
+from ckptio.state.tree import is_same, names_kept, orders_in, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
@@ -113,10 +112,7 @@ class Noted:
         _, name, before = self._firsts.setdefault(id(target), (target, fqn, node))
         if before is node:
             return None
-        first, second = self._selected(name, before), self._selected(fqn, node)
-        # what is equal may not be the same: 1, True and 1.0
-        is_same = first == second and msgspec.json.encode(first) == msgspec.json.encode(second)
-        return None if is_same else name
+        return None if is_same(self._selected(name, before), self._selected(fqn, node)) else name
 
     def _selected(self, fqn: str, node: Json) -> Json:
         return node if self._keep is None else prune_at(fqn, node, self._keep)

@@ -10,14 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptio.format.encode import MAX_DEPTH, join_fqn
-from ckptio.state.attributes import (
-    CONTAINERS,
-    DICTS,
-    SELF_SAYING,
-    attributes_of,
-    is_part,
-    items_of,
-)
+from ckptio.state.attributes import CONTAINERS, DICTS, SELF_SAYING, attributes_of, is_part, items_of
 from ckptio.state.record_parts import parts_in_records
 
 if TYPE_CHECKING:

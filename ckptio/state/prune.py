@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.plan.trees import ABSENT
 from ckptio.state.select import Patterns
-from ckptio.state.tree import MAPPING_TAGS, children, tensor_index
+from ckptio.state.tree import MAPPING_TAGS, children, keys_of, tensor_index
 
 if TYPE_CHECKING:
     from ckptio.format.encode import Json
@@ -80,8 +80,7 @@ def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
         if node[TAG] != "tuple":
             found = [[pair[0], item] for pair, item in zip(value, found, strict=True)]
         return {**node, "v": found}
-    keys = list(value) if type(value) is dict else [pair[0] for pair in value]
-    pairs = [[k, i] for k, i in zip(keys, items, strict=True) if i is not _MISSING]
+    pairs = [[k, i] for k, i in zip(keys_of(node), items, strict=True) if i is not _MISSING]
     if not pairs and not kept_empty:
         return _MISSING
     return {**node, "v": dict(pairs) if type(value) is dict else pairs}

@@ -53,13 +53,7 @@ from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
-from ckptio.state.tree import (
-    holds_absent,
-    is_absent,
-    is_kept,
-    is_ranks,
-    sequence_in,
-)
+from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
 from ckptio.state.wrappers import is_wrapper, parts_alike, put_together, wrapper_in
 

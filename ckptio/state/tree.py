@@ -91,6 +91,11 @@ def take_rank(node: Json, rank: int) -> Json:
     return {**node, "v": take_rank(node["v"], rank)} if "v" in node else node
 
 
+def is_same(one: Json, other: Json) -> bool:
+    """Whether two nodes are the same: 1, True and 1.0 are equal, and are three."""
+    return one == other and msgspec.json.encode(one) == msgspec.json.encode(other)
+
+
 def is_ranks(node: Json) -> bool:
     """Whether a node is a value that was kept for each rank."""
     return type(node) is dict and node.get(TAG) == RANKS_TAG
@@ -282,14 +287,17 @@ def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
 def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
     """Name everything in a node that is no container; the node itself if it is empty."""
     found: list[tuple[str, Json]] = []
-    items: list[tuple[str, Json]] = []
-    if type(node) is list:
-        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-    elif type(node) is dict and tensor_index(node) is None:
-        items = list(children(fqn, node))
-    for name, item in items:
+    for name, item in items_of(fqn, node):
         found += leaves(name, item)
     return found or [(fqn, node)]
+
+
+def items_of(fqn: str, node: Json) -> list[tuple[str, Json]]:
+    """Give name and node of what a list or another container holds; nothing of anything else."""
+    if type(node) is list:
+        return [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
+    is_container = type(node) is dict and tensor_index(node) is None
+    return list(children(fqn, node)) if is_container else []
 
 
 def names_kept(fqn: str, node: Json, keep: Predicate | None) -> list[str]:
@@ -314,11 +322,8 @@ def names_kept_for_ranks(manifest: Manifest) -> list[str]:
         if is_ranks(node):
             for item in node["v"]:
                 found.extend(name for name, _ in leaves(fqn, item) if item != ABSENT)
-        elif type(node) is list:
-            for i, item in enumerate(node):
-                visit(join_fqn(fqn, i), item)
-        elif type(node) is dict and tensor_index(node) is None:
-            for name, item in children(fqn, node):
+        else:
+            for name, item in items_of(fqn, node):
                 visit(name, item)
 
     visit("", read_tree(manifest))

@@ -17,12 +17,7 @@ import aiofiles
 
 from ckptio._aio import run_blocking, shielded
 from ckptio._looks import run_or_give_up
-from ckptio.errors import (
-    CheckpointChangedError,
-    CheckpointNotFoundError,
-    FormatError,
-    StorageError,
-)
+from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, FormatError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux

@@ -75,8 +75,9 @@ class ObjectSink(AwaitedSink):
     async def write(self, offset: int, data: memoryview) -> None:
         """Write a slab; see `streams.AwaitedSink`."""
         if self._nbytes <= self._part_nbytes:
+            key = self.key
             await self._requests.must(
-                "write", self.key, lambda: self._put(data), outlive=True, has_body=True
+                "write", key, lambda: self._store.put(key, data), outlive=True, has_body=True
             )
         else:
             upload = await self._begun()
@@ -92,9 +93,6 @@ class ObjectSink(AwaitedSink):
             await self._write_part(upload, number, data)
             self._num_done += 1
             self._turn.notify_all()
-
-    async def _put(self, data: memoryview) -> None:
-        await self._store.put(self.key, data)
 
     async def _write_part(self, upload: Upload, number: int, data: memoryview) -> None:
         await self._requests.must(

@@ -226,7 +226,7 @@ class _Removal:
         require_save(self._url, summary, save_id)
         tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
         commit = encode_pointer(summary.save_id, data) if pointed else data
-        await self._requests.must("write", tomb, lambda: self._put(tomb, commit))
+        await self._requests.must("write", tomb, lambda: self._store.put(tomb, commit))
         try:
             is_mine = await self._take_back(info)
         except StorageError:
@@ -239,9 +239,6 @@ class _Removal:
         if not is_mine:
             raise CheckpointNotFoundError(self._url)
         return summary.nbytes
-
-    async def _put(self, key: str, data: bytes) -> None:
-        await self._store.put(key, data)
 
     async def _take_back(self, read: ObjectInfo) -> bool:
         """Remove the manifest that was read; `False` if somebody else has.
@@ -367,7 +364,7 @@ class _Removal:
     async def _store_now_s(self) -> float:
         """Ask what time it is where the store is, by an object that is made and removed."""
         key = f"{self._prefix}{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
-        await self._requests.must("write", key, lambda: self._put(key, b""))
+        await self._requests.must("write", key, lambda: self._store.put(key, b""))
         try:
             info = await self._requests.look(self._store, key)
         finally:

@@ -13,11 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
-from ckptio.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    FormatError,
-)
+from ckptio.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.file_names import NOTE_PREFIX, numbered
 from ckptio.storage.keys import join_key, split_query

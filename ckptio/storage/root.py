@@ -47,13 +47,7 @@ from ckptio.storage.file_names import (
     tomb_name,
 )
 from ckptio.storage.files import PosixFiles, absolute, read_regular
-from ckptio.storage.leftovers import (
-    find_leftovers,
-    is_committed,
-    newest_s,
-    notes_of,
-    read_summary,
-)
+from ckptio.storage.leftovers import find_leftovers, is_committed, newest_s, notes_of, read_summary
 from ckptio.storage.removal import require_save
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.tombs import forget_mistakes, is_to_be_put_back, put_back, tombs_in

@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptio.adapters.dcp.document import (
-    Document,
-    Item,
-    Pieces,
-    build_tree,
-)
+from ckptio.adapters.dcp.document import Document, Item, Pieces, build_tree
 from ckptio.errors import PlanError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.encode import TAG
