@@ -189,7 +189,7 @@ def is_of_a_server(error: Exception) -> bool:
     Not if a file of this machine was wanted (a key), if an option makes no sense, or if the server
     was there and has refused what it was given.
     """
-    here = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+    here = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     if isinstance(error, here) or not isinstance(error, (OSError, EOFError)):
         return False
     return isinstance(told(error)[0], TransientError)
