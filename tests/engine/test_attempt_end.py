@@ -37,10 +37,16 @@ async def test_what_was_stopped_stays_for_who_resumes(
     assert storage.counts.num_open_attempts == 0
 
 
-@pytest.mark.parametrize("in_doubt", [True, False])
-async def test_an_abort_meanwhile_hides_no_doubt(*, in_doubt: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "in_doubt"),
+    [
+        (StorageError("it may stand", path="a", in_doubt=True), True),
+        (StorageError("it does not stand", path="a"), False),
+        (PlanError("refused"), False),
+    ],
+)
+async def test_an_abort_meanwhile_hides_no_doubt(error: Exception, *, in_doubt: bool) -> None:
     """Whoever is told of an abort counts on it that nothing has changed."""
-    error = StorageError("it may stand", path="a", in_doubt=in_doubt)
     began, goes_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def abort() -> None:
@@ -58,3 +64,4 @@ async def test_an_abort_meanwhile_hides_no_doubt(*, in_doubt: bool) -> None:
     await asyncio.wait((ending,))
     assert ended.is_set()
     assert ending.cancelled() is not in_doubt
+    assert ending.cancelling() == (0 if in_doubt else 1)  # an abort that was not heeded is over

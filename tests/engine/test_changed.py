@@ -14,7 +14,8 @@ import ckptio
 from ckptio import PerRank, sync
 from ckptio.errors import ConfigError, StateError, StorageError, TargetError
 from ckptio.events import SaveStaged
-from ckptio.testing import MemoryStorage, run_virtual
+from ckptio.staging.watch import SourceWatch
+from ckptio.testing import MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import job
 from tests.rig import SMALL, assert_same, inline_engine, random_state
 
@@ -185,6 +186,27 @@ def test_who_learns_that_a_state_is_copied_may_change_it(learns: Learns) -> None
             assert_same(await engine.load("memory"), expected)
 
     run_virtual(scenario(), seed=0)
+
+
+def test_that_a_state_is_copied_is_noted_before_anybody_learns_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer on another thread changes it at once; that would count as too early."""
+    told: list[bool] = []
+    copied = SourceWatch.copied
+
+    async def scenario() -> None:
+        def note(watch: SourceWatch, *, is_known: bool) -> None:
+            told.append(handle.staged.done())
+            copied(watch, is_known=is_known)
+
+        monkeypatch.setattr(SourceWatch, "copied", note)
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            handle = engine.save(random_state([70]), "memory")
+            await handle
+
+    run_virtual(scenario(), seed=0)
+    assert told == [False]
 
 
 def test_who_hears_of_it_by_an_event_may_change_a_state() -> None:
@@ -405,6 +427,25 @@ def test_a_state_that_changes_on_one_rank_is_committed_by_none() -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.usefixtures("no_collections")
+def test_the_handle_of_a_save_that_failed_before_its_copies_holds_no_state() -> None:
+    """A trainer may keep it to say later what went wrong."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(fault=fail_kind("begin"))
+        async with inline_engine({"memory": storage}) as engine:
+            state = random_state([20 * SMALL.pool_nbytes])
+            kept = weakref.ref(state["tensor0"])
+            handle = engine.save(state, "memory")
+            del state
+            with pytest.raises(StorageError):
+                await handle
+            assert kept() is None
+            assert handle.done()
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_save_that_an_observer_is_refused_holds_no_state(tmp_path: Path) -> None:
     """The engine remembers its handle, which refers to what looks at the tensors."""
 
@@ -422,6 +463,7 @@ def test_a_save_that_an_observer_is_refused_holds_no_state(tmp_path: Path) -> No
             await engine.save({"w": torch.ones(3)}, path)
             gc.collect()
             assert [ref() for ref in refused] == [None]
+            assert all(save.committed.done() for save in engine._core.saves)  # it has no end
 
     path = tmp_path / "c"
     asyncio.run(scenario())

@@ -116,6 +116,51 @@ async def test_what_a_device_copies_is_written_and_read_when_it_is_there(
     assert device.num_done == device.num_told > 12
 
 
+async def test_staged_comes_when_the_device_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it changes the state then, which the device reads until it has.
+
+    A fence waits only until the device was told.
+    """
+    device = Device(monkeypatch)
+    device.may_go_on.clear()
+    storages = {"memory": MemoryStorage()}
+    async with inline_engine(storages) as engine, contextlib.AsyncExitStack() as at_the_end:
+        at_the_end.callback(device.may_go_on.set)  # a test that fails must not hang
+        handle = engine.save(random_state([KiB]), "memory")
+        assert await asyncio.to_thread(device.waits.wait, 60)
+        await asyncio.wait_for(asyncio.to_thread(handle.fence), 10)
+        for _ in range(100):  # until all have heard of it
+            await asyncio.sleep(0)
+        assert not handle.staged.done()
+        device.may_go_on.set()
+        await handle.staged
+        assert device.num_done == device.num_told == 1
+        await handle
+
+
+async def test_loads_do_not_wait_behind_a_device_that_copies_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies behind a long training step: others wait on other threads."""
+    waited: list[str] = []
+    wait = Device.Copies.wait
+
+    def note(copies: Device.Copies) -> None:
+        waited.append(threading.current_thread().name)
+        wait(copies)
+
+    monkeypatch.setattr(Device.Copies, "wait", note)
+    Device(monkeypatch)
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.save(random_state([KiB]), tmp_path / "a")
+        saved = set(waited)
+        waited.clear()
+        await engine.load(tmp_path / "a")
+    assert saved
+    assert waited
+    assert not saved.intersection(waited)
+
+
 async def test_small_files_in_one_slab_have_rooms_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

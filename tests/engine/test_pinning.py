@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptio import sync
+from ckptio.staging.copy import SourceState
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 class Pins:
@@ -37,4 +40,14 @@ def test_what_moves_between_files_and_the_host_asks_no_driver(tmp_path: Path) ->
         assert engine.verify(tmp_path / "b").is_whole
         assert pins.num_pins == 0
         engine.prewarm()  # ahead of saves from a device
+        assert pins.num_pins > 0
+
+
+def test_what_a_device_copies_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would copy through memory of the driver else, at a fraction of the speed."""
+    monkeypatch.setattr(SourceState, "uses_devices", True)
+    pins = Pins()
+    with sync.Engine(SMALL) as engine:
+        engine._core.context.pool.use_pinning(pins)
+        engine.save({"w": torch.rand(700)}, tmp_path / "a")
         assert pins.num_pins > 0

@@ -3,14 +3,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import threading
-from typing import TYPE_CHECKING, cast
+import time
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio._aio import Siblings
 from ckptio.config import KiB
 from ckptio.errors import CheckpointExistsError, SaveAbortedError, StorageError
 from ckptio.events import (
@@ -20,7 +24,9 @@ from ckptio.events import (
     SaveQueued,
     SaveStaged,
     SaveStarted,
+    TieDropped,
 )
+from ckptio.plan.save import plan_save
 from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, fail_kind, run_virtual
 from ckptio.testing.memory_files import MemorySink
 from tests.rig import (
@@ -188,6 +194,21 @@ def test_writes_wait_for_copies_that_somebody_waits_for(seed: int) -> None:
     assert kinds.index(SaveStaged) < kinds.index(SaveProgressed)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_writes_wait_for_no_copies_that_nobody_waits_for(seed: int) -> None:
+    """The disk is busy from the first slab on, though the pool has room for the whole state."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        config = config_with(pool_nbytes=64 * SMALL.slab_nbytes, max_copies=1)
+        async with inline_engine({"memory": MemoryStorage(seed=seed)}, config, log) as engine:
+            await engine.save(random_state([20 * SMALL.slab_nbytes], seed), "memory")
+
+    run_virtual(scenario(), seed=seed)
+    kinds = [type(event) for event in log.events]
+    assert kinds.index(SaveProgressed) < kinds.index(SaveStaged)
+
+
 @pytest.mark.parametrize("ends", ["well", "in failure", "cancelled"])
 @pytest.mark.parametrize(("is_first", "wait_s"), [(True, 10), (False, 0.1)])
 def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
@@ -227,10 +248,11 @@ def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("num_more", [1, 16])
 @pytest.mark.parametrize("num_slabs", [1, 2, 4])
-def test_others_go_on_while_a_place_does_not_answer(num_slabs: int) -> None:
-    """A state that does not fit in the pool leaves a slab to them."""
-    state = random_state([20 * SMALL.slab_nbytes])
+def test_others_go_on_while_a_place_does_not_answer(num_slabs: int, num_more: int) -> None:
+    """A state that does not fit in the pool leaves a slab to them, however little is missing."""
+    state = random_state([(num_slabs + num_more) * SMALL.slab_nbytes - 8 * KiB])  # and a header
 
     async def scenario() -> None:
         storages = {"slow": SlowStorage("slow"), "other": MemoryStorage("other")}
@@ -313,6 +335,33 @@ def test_who_waits_for_copies_hears_what_is_wrong_with_the_place() -> None:
             await handle
 
     run_virtual(scenario(), seed=0)
+
+
+class LateFiles(SlowStorage):
+    """Takes a minute to make files, too, and less to begin."""
+
+    begin_s = 5.0
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        attempt = await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self._max_delay_s = 60.0
+        return attempt
+
+
+def test_that_all_is_copied_is_told_once() -> None:
+    """When the place has answered, and not again when it has been waited for long enough."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": LateFiles("memory")}, SMALL, log) as engine:
+            handle = engine.save(random_state([KiB]), "memory")
+            await handle.staged
+            assert asyncio.get_running_loop().time() == pytest.approx(LateFiles.begin_s, abs=1)
+            await handle
+            assert asyncio.get_running_loop().time() > 15
+
+    run_virtual(scenario(), seed=0)
+    assert len(log.of(SaveStaged)) == 1
 
 
 @given(sizes=sizes, seed=seeds)
@@ -578,10 +627,12 @@ def test_a_state_ten_times_the_pool_flows_through() -> None:
     run_virtual(scenario(), seed=3)
 
 
-def test_nothing_is_allocated_from_the_second_save_on() -> None:
+def test_nothing_is_allocated_from_the_second_save_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs and plan of the first save serve all that follow."""
     log = EventLog()
     state = random_state([30 * KiB, 70 * KiB])
+    plan = Mock(wraps=plan_save)
+    monkeypatch.setattr("ckptio.engine.save.plan_save", plan)
 
     async def scenario() -> None:
         storage = MemoryStorage()
@@ -597,6 +648,7 @@ def test_nothing_is_allocated_from_the_second_save_on() -> None:
 
     run_virtual(scenario(), seed=4)
     assert [event.plan_reused for event in log.of(SaveStarted)] == [False, True, True, True]
+    assert plan.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -695,6 +747,37 @@ def test_a_part_that_somebody_cancels_fails_the_save(
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("max_writes", [1, 2])
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("kind", ["segment", "bucket"])
+def test_a_part_that_is_cancelled_before_its_first_step_fails_the_save(
+    kind: str, number: int, max_writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind it wait for what nobody would ever do."""
+    numbers = itertools.count()
+    create_task = Siblings.create_task
+
+    def create(group: Siblings, coro: Any, *, name: str) -> asyncio.Task[Any]:
+        task = create_task(group, coro, name=name)
+        if name.startswith(f"{kind} ") and next(numbers) == number:
+            task.cancel()
+        return task
+
+    monkeypatch.setattr(Siblings, "create_task", create)
+
+    async def scenario() -> None:
+        storage = MemoryStorage(max_delay_s=0.5)
+        nbytes = 256 * KiB if kind == "segment" else 64 * KiB
+        config = config_with(bucket_nbytes=nbytes, max_writes=max_writes)
+        async with inline_engine({"memory": storage}, config) as engine:
+            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+                await engine.save(random_state([50 * KiB] * 4), "memory")
+        assert storage.manifest is None
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("kind", ["begin", "create"])
 def test_what_files_are_written_to_fails_the_save_where_somebody_cancels_it(kind: str) -> None:
     """Whoever waits for it does not hang."""
@@ -733,6 +816,26 @@ def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_engine() -> N
     run_virtual(scenario(), seed=0)
 
 
+def test_what_is_loaded_while_a_save_commits_hides_it_no_more_than_that() -> None:
+    """It is the old one, and is forgotten when the new one is there."""
+
+    async def scenario() -> None:
+        open_gate = asyncio.Event()
+        open_gate.set()
+        storages = {"memory": GatedStorage("memory", open_gate)}
+        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+            await engine.save(filled_state([KiB], 1), "memory")
+            open_gate.clear()
+            handle = engine.save(filled_state([KiB], 2), "memory", overwrite=True)
+            await asyncio.sleep(60)
+            assert_same(await engine.load("memory"), filled_state([KiB], 1))
+            open_gate.set()
+            await handle
+            assert_same(await engine.load("memory"), filled_state([KiB], 2))
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:
     """The save goes on, and others still wait for the same moment."""
 
@@ -759,14 +862,26 @@ def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:
 
 
 def test_events_tell_the_course_of_a_save() -> None:
-    """Started, staged, progress up to the whole, committed: each with the save's id."""
+    """Started, staged, progress up to the whole, committed: each with the save's id.
+
+    How long it took is told alike by the events and by what the save gives.
+    """
     log = EventLog()
     state = random_state([100 * KiB, 10])
+    written_nbytes = []
 
     async def scenario() -> None:
         storage = MemoryStorage()
-        async with inline_engine({"memory": storage}, SMALL, log) as engine:
+
+        def observe(event: Event) -> None:
+            log(event)
+            if isinstance(event, SaveProgressed):
+                written_nbytes.append(storage.counts.written_nbytes)
+
+        async with inline_engine({"memory": storage}, SMALL, observe) as engine:
+            began_s = time.perf_counter()
             info = await engine.save(state, "memory")
+            took_s = time.perf_counter() - began_s
             (started,) = log.of(SaveStarted)
             assert (started.nbytes, started.num_tensors, started.num_files) == (
                 info.nbytes,
@@ -782,9 +897,32 @@ def test_events_tell_the_course_of_a_save() -> None:
             )
             assert started.save_id == staged.save_id == committed.save_id == info.save_id
             assert {event.save_id for event in progress} == {info.save_id}
-            assert staged.elapsed_s <= committed.elapsed_s
+            for event, nbytes in zip(progress, written_nbytes, strict=True):
+                assert 0 < event.written_nbytes <= nbytes  # nothing is told ahead
+            assert 0 < staged.elapsed_s == info.staged_s <= info.committed_s
+            assert info.committed_s == committed.elapsed_s <= took_s
+            assert staged.path == committed.path == info.path == "memory"
+            assert committed.nbytes == info.nbytes
 
     run_virtual(scenario(), seed=7)
+
+
+def test_what_comes_back_untied_is_an_event() -> None:
+    """Of views that are stored apart, as what they have in common is larger than all of them."""
+    log = EventLog()
+    whole = torch.zeros(1 << 12)
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage()}, SMALL, log) as engine:
+            await engine.save({"a": whole[:8], "b": whole[:8]}, "memory")
+            assert log.of(TieDropped) == []
+            state = {"a": whole[::64], "b": whole[::128], "c": whole[:8]}
+            await engine.save(state, "memory", overwrite=True)
+
+    run_virtual(scenario(), seed=0)
+    (event,) = log.of(TieDropped)
+    assert event.path == "memory"
+    assert set(event.fqns) >= {"a", "b"}
 
 
 @pytest.mark.parametrize("state", [{}, {"a": 1}, {"a": torch.zeros(0)}], ids=["empty", "int", "0"])
