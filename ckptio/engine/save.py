@@ -127,8 +127,10 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         )
         await my_turn(attempt)
         await context.notes.leave(job, attempt, context)
-        await attempt.commit(manifest)
-        context.cache.forget(job.storage)
+        try:
+            await attempt.commit(manifest)
+        finally:  # it may stand, though nobody can tell
+            context.cache.forget(job.storage)
     except BaseException as error:
         if attempt is not None:
             await end_attempt(attempt, job, error)

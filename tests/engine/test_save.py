@@ -816,6 +816,40 @@ def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_engine() -> N
     run_virtual(scenario(), seed=0)
 
 
+class LosesTheAnswer(MemoryStorage):
+    """Commits, and what says so gets lost from some moment on."""
+
+    loses = False
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        attempt = await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        commit = attempt.commit
+
+        async def lose(manifest: bytes) -> None:
+            await commit(manifest)
+            if self.loses:
+                raise StorageError("it may stand", path="memory", in_doubt=True)
+
+        attempt.commit = lose  # type: ignore[method-assign]  # of this one alone
+        return attempt
+
+
+def test_a_commit_in_doubt_is_not_hidden_by_what_was_loaded_before() -> None:
+    """If it stands, it is what the next load finds."""
+
+    async def scenario() -> None:
+        storage = LosesTheAnswer("memory")
+        async with inline_engine({"memory": storage}, config_with(cache_ttl_s=1e6)) as engine:
+            await engine.save(filled_state([KiB], 1), "memory")
+            await engine.load("memory")
+            storage.loses = True
+            with pytest.raises(StorageError, match="it may stand"):
+                await engine.save(filled_state([KiB], 2), "memory", overwrite=True)
+            assert_same(await engine.load("memory"), filled_state([KiB], 2))
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_what_is_loaded_while_a_save_commits_hides_it_no_more_than_that() -> None:
     """It is the old one, and is forgotten when the new one is there."""
 
