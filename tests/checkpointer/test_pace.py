@@ -65,6 +65,35 @@ def test_what_is_discarded_does_not_count() -> None:
     assert due(made, 31, 40) == [40]
 
 
+def test_a_run_that_goes_back_later_counts_from_what_it_loads() -> None:
+    """However steps are skipped: the one saved last is above all that follow."""
+    made = pace(steps=100)
+    made.saved(903)
+    made.loaded(700)
+    assert due(made, 707, 798, 805) == [805]
+    made = pace(steps=100)
+    made.saved(903)
+    made.loaded(700)  # only looked at: the run goes on
+    assert due(made, 910, 707, 805, 1001) == [1001]
+
+
+def test_a_run_that_discards_what_it_saved_counts_from_below() -> None:
+    """Whether it loads what it goes on from, and when."""
+    made = pace(steps=100)
+    made.saved(903)
+    made.discarded(700)
+    assert due(made, 707, 805) == [805]
+    made = pace(steps=100)
+    made.saved(903)
+    made.discarded(700)
+    made.loaded(602)
+    assert due(made, 609, 707) == [707]
+    made = pace(steps=100)
+    made.saved(903)
+    made.discarded(1000)  # nothing
+    assert due(made, 910, 1001) == [1001]
+
+
 ASKED: list[Callable[[sync.Checkpointer], Any]] = [
     lambda ckpt: ckpt.latest(),
     lambda ckpt: ckpt.steps(),
@@ -97,6 +126,25 @@ def test_discarded_steps_of_a_run_do_not_count(tmp_path: Path) -> None:
         assert ckpt.latest() == 10
         assert ckpt.discard_after(5) == (10,)
         assert ckpt.should_save(11)
+
+
+def test_a_run_saves_at_the_same_pace_after_it_went_back(tmp_path: Path) -> None:
+    """In one block, where no step is a multiple."""
+    with sync.Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:
+        saved = []
+
+        def go_on(after: int) -> None:
+            for step in range(after + 7, 60, 7):
+                if ckpt.should_save(step):
+                    ckpt.save({"w": torch.ones(1)}, step)
+                    saved.append(step)
+
+        go_on(0)
+        assert saved == [14, 21, 35, 42, 56]
+        ckpt.load(step=14)
+        assert ckpt.discard_after(14) == (21, 35, 42, 56)
+        go_on(14)
+        assert saved == [14, 21, 35, 42, 56, 21, 35, 42, 56]
 
 
 def test_a_long_run_remembers_no_steps(tmp_path: Path) -> None:
