@@ -343,8 +343,6 @@ class BlockReader:
                     return
             self._read(self._fd, offset, room[:nbytes], nbytes)
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
             raise storage_error(error, self._path, f"cannot read at byte {offset}") from error
 
     def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Lent | None]:

@@ -20,6 +20,7 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage import attempt_lock, leftovers, resumed, tombs
 from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.file_names import QUIET_S
+from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
@@ -395,6 +396,88 @@ async def test_an_abort_leaves_what_another_copy_has_committed_meanwhile(
     assert set(OLD) < set(names_in(path))
 
 
+@pytest.mark.parametrize("who", ["a save", "a removal"])
+async def test_a_lock_is_kept_until_its_file_has_no_name(
+    tmp_path: Path, executor: Executor, who: str
+) -> None:
+    """Else a copy gets it that begins just then, and loses the file that says it is alive."""
+    path, others = tmp_path / "c", PosixFiles()
+    is_free = list[bool]()
+
+    def look(operation: Operation) -> None:
+        if operation.kind == "unlink" and operation.path.endswith(f".attempt-{A}"):
+            fd = others.open(operation.path, direct=False, writable=True)
+            is_free.append(others.lock(fd))
+            others.close(fd)
+            with open(operation.path, "rb") as file:
+                assert file.read() == boot_id()  # so whoever finds it goes by its lock
+
+    files = RecordingFiles(look)
+    await write_files(storage_at(path, executor, files), A, OLD)
+    if who == "a removal":
+        is_free.clear()
+        await root_of(path, executor, files).remove("c")
+    assert is_free == [False]
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOSPC])
+async def test_a_removal_whose_lock_somebody_else_makes_goes_no_further(
+    tmp_path: Path, executor: Executor, code: int
+) -> None:
+    """A copy that begins just then has the files. But where no file can be made, nobody copies."""
+    path, others, taken = tmp_path / "c", RecordingFiles(), list[int]()
+    await write_files(storage_at(path, executor), A, OLD)
+
+    def meet(operation: Operation) -> None:
+        if operation.kind == "create" and operation.path.endswith(f".attempt-{A}"):
+            if code == errno.ENOSPC:
+                raise OSError(code, os.strerror(code), operation.path)
+            taken.append(others.create(operation.path, 0o600, direct=False))
+            assert others.lock(taken[0])
+            os.pwrite(taken[0], boot_id(), 0)
+
+    log = EventLog()
+    root = root_of(path, executor, RecordingFiles(meet), log)
+    if code == errno.ENOSPC:
+        await root.remove("c")
+        assert not path.exists()
+    else:
+        with pytest.raises(StorageError) as caught:
+            await root.remove("c")
+        assert caught.value.errno == errno.EBUSY
+        assert committed(path) == OLD
+    others.bury()
+    assert not log.of(CleanupFailed)
+
+
+async def test_a_lock_whose_file_stays_is_an_event(tmp_path: Path, executor: Executor) -> None:
+    """The checkpoint is removed all the same."""
+    path, log = tmp_path / "c", EventLog()
+    await write_files(storage_at(path, executor), A, OLD)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "unlink" and operation.path.endswith(f".attempt-{A}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    assert await root_of(path, executor, RecordingFiles(fail), log).remove("c") > 0
+    assert names_in(path) == [f".attempt-{A}"]
+    assert {event.file for event in log.of(CleanupFailed)} == {f".attempt-{A}"}
+
+
+async def test_where_nobody_says_which_boot_it_is_a_save_is_dead_when_it_is_quiet(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its lock is free: that of another host may look so."""
+    monkeypatch.setattr(leftovers, "_BOOT_ID", f"{tmp_path}/nothing")
+    path = tmp_path / "c"
+    attempt = await storage_at(path, executor).begin(A, overwrite=False)
+    await fill_attempt(attempt, OLD)
+    await attempt.leave()
+    assert find_leftovers(RecordingFiles(), str(path), B) == []
+    age(path)
+    assert find_leftovers(RecordingFiles(), str(path), B) == sorted([f".attempt-{A}", *OLD])
+
+
 async def test_what_a_dead_copy_left_blocks_no_other_for_long(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -529,6 +612,39 @@ async def test_a_sweep_goes_on_behind_what_cannot_be_opened_now(
     assert log.of(CleanupFailed)[0].file == f".manifest-{A}-old"
 
 
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EMFILE])
+async def test_a_save_begins_beside_what_is_taken_up_as_it_is_cleared(
+    tmp_path: Path, executor: Executor, code: int
+) -> None:
+    """The rest goes; an event says what stays, but not of what lives."""
+    path, log = tmp_path / "c", EventLog()
+    path.mkdir()
+    for save_id in (A, B):
+        (path / f".attempt-{save_id}").write_bytes(boot_id())
+        for name in contents_of(save_id, 10):
+            (path / name).touch()
+    looks, others = list[str](), PosixFiles()
+    taken = list[int]()
+
+    def meet(operation: Operation) -> None:
+        if operation.kind != "open" or not operation.path.endswith(f".attempt-{A}"):
+            return
+        looks.append(operation.path)
+        if len(looks) > 1 and code == errno.EMFILE:
+            raise OSError(code, os.strerror(code), operation.path)
+        if len(looks) == 2:
+            taken.append(others.open(operation.path, direct=False, writable=True))
+            assert others.lock(taken[0])
+
+    attempt = await storage_at(path, executor, RecordingFiles(meet), log).begin(C, overwrite=False)
+    for fd in taken:
+        others.close(fd)
+    left = [f".attempt-{A}", *contents_of(A, 10)]
+    assert names_in(path) == sorted([*left, f".attempt-{C}"])
+    assert [event.file for event in log.of(CleanupFailed)] == left[:1] * (code == errno.EMFILE)
+    await attempt.abort()
+
+
 async def test_a_save_that_waits_says_that_it_is_alive(tmp_path: Path, executor: Executor) -> None:
     """A host that does not see its lock would clear its files after an hour."""
     path = tmp_path / "c"
@@ -653,8 +769,18 @@ async def test_few_locks_are_held_at_a_time(
     for save_id in dead:
         (path / f".attempt-{save_id}").write_bytes(boot_id())
         (path / f"data-{save_id}-00000-00000.safetensors").write_bytes(b"left over")
-    num_open = list[int]()
-    files = RecordingFiles(lambda _: num_open.append(files.num_open))
+    num_open, others = list[int](), PosixFiles()
+
+    def look(operation: Operation) -> None:
+        num_open.append(files.num_open)
+        name = os.path.basename(operation.path)
+        if operation.kind == "unlink" and name.startswith("data-"):  # each under its own lock
+            marker = path / f".attempt-{name[5:37]}"
+            fd = others.open(str(marker), direct=False, writable=True)
+            assert not others.lock(fd)
+            others.close(fd)
+
+    files = RecordingFiles(look)
     await write_files(storage_at(path, executor, files), A, OLD)
     assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
     assert max(num_open) <= 6

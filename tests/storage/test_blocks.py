@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import blocks, linux
-from ckptio.storage.blocks import BlockReader, BlockWriter, storage_error
+from ckptio.storage.blocks import BlockReader, BlockWriter, storage_error, write_file
 from ckptio.storage.linux import finish_writeback, num_cached_pages, start_writeback
 from ckptio.testing import RecordingFiles, fail_kind
 from tests.rig import SMALL, config_with, page_aligned
@@ -79,6 +79,14 @@ def test_any_size_is_written_and_read(tmp_path: Path, refuse: RefuseDirect, nbyt
     assert len(refused) == (refuse in ("open", "open-after-create", "align", "write"))
     assert read(files, tmp_path / "f", nbytes) == data
     assert files.num_open == 0
+
+
+def test_what_pages_do_not_fit_is_written_through_the_page_cache(tmp_path: Path) -> None:
+    """The flag goes from the open file; else the system refuses each write."""
+    files = RecordingFiles(refuse_direct="align")
+    write(files, tmp_path / "f", bytes_of(9000))
+    kinds = [kind for kind, _ in files.kinds()]
+    assert kinds.index("set_buffered") < kinds.index("pwrite")
 
 
 @pytest.mark.parametrize("refuse", ["", "open", "write"])
@@ -320,6 +328,25 @@ def test_a_taken_name_is_never_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "mine"
 
 
+def test_a_small_file_is_written_whole_however_little_is_taken_at_a_time(tmp_path: Path) -> None:
+    """A manifest is one."""
+    data = bytes_of(100)
+    write_file(RecordingFiles(max_transfer_nbytes=7), str(tmp_path / "f"), data, SMALL)
+    assert (tmp_path / "f").read_bytes() == data
+
+
+def test_a_reader_is_closed_once(tmp_path: Path) -> None:
+    """By then its number may be that of another file."""
+    (tmp_path / "f").write_bytes(bytes_of(9000))
+    files = RecordingFiles()
+    reader = BlockReader(files, str(tmp_path / "f"), name="f", nbytes=9000, direct=True)
+    reader.close()
+    num = len(files.kinds("close"))
+    reader.close()
+    assert len(files.kinds("close")) == num > 0
+    assert files.num_open == 0
+
+
 def test_direct_io_can_be_switched_off(tmp_path: Path) -> None:
     """With `direct_io="off"` it is never asked for, and nothing is refused."""
     asked: list[bool] = []
@@ -436,6 +463,16 @@ def test_a_reader_says_whether_its_file_is_cached(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         require_disk(file.fileno())
     assert not is_cached(path)
+
+
+def test_where_nobody_can_tell_what_is_cached_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before Linux 6.5."""
+    (tmp_path / "f").write_bytes(bytes_of(9000))
+    monkeypatch.setattr(linux, "num_cached_pages", lambda *_: None)
+    assert not is_cached(tmp_path / "f")
+    assert read(RecordingFiles(), tmp_path / "f", 9000) == bytes_of(9000)
 
 
 def is_cached(path: Path) -> bool:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio.storage.files import MAX_TRIES, PosixFiles, make_dirs, read_regular
+from ckptio.storage import linux
+from ckptio.storage.files import (
+    MAX_TRIES,
+    NoExclusiveNames,
+    PosixFiles,
+    make_dirs,
+    read_regular,
+    write_at,
+)
+from tests.conftest import open_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +64,110 @@ def test_a_file_that_comes_in_pieces_is_read_whole(
     assert read_regular(PosixFiles(), str(tmp_path / "f"), 100) == bytes(range(100))
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 50 - at), at))
     assert read_regular(PosixFiles(), str(tmp_path / "f"), 100) == bytes(range(50))
+
+
+def test_what_cannot_be_given_its_mode_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what turns out to be no file, or cannot be synced."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = open_files()
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        PosixFiles().open(f"{tmp_path}/fifo", direct=False)
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="in a sync of") as caught:
+        PosixFiles().fsync_dir(str(tmp_path))
+    assert caught.value.errno == errno.EIO
+    monkeypatch.setattr(os, "chmod", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        PosixFiles().create(f"{tmp_path}/f", 0o666, direct=False)
+    assert open_files() == before
+
+
+def test_a_directory_that_another_made_meanwhile_is_not_ones_own(tmp_path: Path) -> None:
+    """Whoever made it removes it."""
+
+    class Slower(PosixFiles):
+        def mkdir(self, path: str, mode: int) -> None:
+            if path.endswith("theirs"):
+                os.mkdir(path)
+            super().mkdir(path, mode)
+
+    made: list[str] = []
+    make_dirs(Slower(), f"{tmp_path}/ours/theirs/c", 0o700, made)
+    assert made == [f"{tmp_path}/ours", f"{tmp_path}/ours/theirs/c"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_name_is_given_once_where_a_file_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """By rename; any other failure of a link is one."""
+    said = code
+
+    def refuse(*_: object) -> None:
+        raise OSError(said, os.strerror(said))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(name)
+    PosixFiles().publish(f"{tmp_path}/first", f"{tmp_path}/target")
+    assert not (tmp_path / "first").exists()
+    with pytest.raises(FileExistsError):
+        PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/target")
+    assert (tmp_path / "target").read_text() == "first"
+    said = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/free")
+    assert not (tmp_path / "free").exists()
+
+
+def test_a_link_does_not_take_the_name_of_another_file(tmp_path: Path) -> None:
+    for name in ("source", "target"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(FileExistsError):
+        PosixFiles().publish(f"{tmp_path}/source", f"{tmp_path}/target")
+    assert (tmp_path / "target").read_text() == "target"
+
+
+@pytest.mark.parametrize("call", ["exchange", "rename_to_free"])
+def test_only_a_rename_that_is_not_known_may_be_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A disk that fails is told of as it is."""
+    code = errno.EINVAL
+
+    def fail(source: str, target: str) -> None:
+        raise OSError(code, os.strerror(code), source, None, target)
+
+    monkeypatch.setattr(linux, "rename_exchange", fail)
+    monkeypatch.setattr(linux, "rename_noreplace", fail)
+    rename = getattr(PosixFiles(), call)
+    if call == "exchange":
+        assert not rename(f"{tmp_path}/a", f"{tmp_path}/b")
+    else:
+        with pytest.raises(NoExclusiveNames):
+            rename(f"{tmp_path}/a", f"{tmp_path}/b")
+    code = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        rename(f"{tmp_path}/a", f"{tmp_path}/b")
+    assert not isinstance(caught.value, NoExclusiveNames)
+
+
+def test_what_is_written_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that takes nothing more is no reason to wait for ever."""
+    data = bytes(range(100))
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, at: pwrite(fd, part[:7], at))
+    with open(tmp_path / "f", "wb") as file:
+        write_at(file.fileno(), data, 3)
+        assert (tmp_path / "f").read_bytes() == bytes(3) + data
+        monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+        with pytest.raises(OSError, match="wrote nothing of 100 bytes"):
+            write_at(file.fileno(), data, 3)

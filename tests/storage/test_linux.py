@@ -102,6 +102,13 @@ def test_a_mount_may_refuse_to_allocate_for_any_reason(
     assert not linux.allocate(fd, 4096)
 
 
+def test_a_write_back_that_fails_is_told_of() -> None:
+    """The system says it once."""
+    for call in (linux.start_writeback, linux.finish_writeback):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            call(-1, 0, 4096)
+
+
 def test_write_back_loses_nothing(fd: int) -> None:
     """Pushing a range out and dropping it from the cache leaves its bytes in the file."""
     os.pwrite(fd, b"x" * 8192, 0)

@@ -31,7 +31,7 @@ from ckptio.events import CleanupFailed, DirectIORefused
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.linux import num_cached_pages
 from ckptio.storage.local import LocalStorage
-from ckptio.testing import EventLog, RecordingFiles, fail_at, run_virtual
+from ckptio.testing import EventLog, RecordingFiles, fail_at, fail_kind, run_virtual
 from tests.rig import (
     SAVE_IDS,
     SMALL,
@@ -570,6 +570,26 @@ async def test_a_data_file_that_vanished_fails_the_commit(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("what", ["commit", "seal"])
+async def test_a_data_file_that_vanishes_as_names_are_synced_is_missed(
+    tmp_path: Path, executor: Executor, what: str
+) -> None:
+    """The last look is behind all syncs, which may take long."""
+
+    def remove(operation: Operation) -> None:
+        if operation.kind == "fsync_dir":
+            (tmp_path / "c" / next(iter(OLD))).unlink(missing_ok=True)
+
+    storage = storage_at(tmp_path / "c", executor, RecordingFiles(remove))
+    attempt = await (storage.join(A) if what == "seal" else storage.begin(A, overwrite=False))
+    await fill_attempt(attempt, OLD)
+    with pytest.raises(StorageError) as caught:
+        await (attempt.seal() if what == "seal" else attempt.commit(manifest_of(A, OLD)))
+    assert caught.value.errno == errno.ENOENT
+    assert committed(tmp_path / "c") is None
+    await attempt.abort()
+
+
 @pytest.mark.parametrize("lacks", ["links", "locks"])
 async def test_a_poorer_file_system_will_do(tmp_path: Path, executor: Executor, lacks: str) -> None:
     """Without links or without locks a checkpoint is written and overwritten all the same."""
@@ -700,8 +720,40 @@ async def test_what_is_in_the_page_cache_is_known(tmp_path: Path, executor: Exec
             pytest.skip("this file system keeps its pages, or nobody can tell (before Linux 6.5)")
         assert not await storage.is_cached(ranges)
         file.read()
-    assert await storage.is_cached(ranges)
+        assert await storage.is_cached(ranges)
+        os.posix_fadvise(file.fileno(), 4096, 0, os.POSIX_FADV_DONTNEED)
+        assert not await storage.is_cached(ranges)  # a page of all that is asked for is little
     assert not await storage.is_cached([("nothing", 0, 4096)])
+
+
+async def test_a_manifest_that_cannot_be_read_now_is_no_damage(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Nor is what cannot be looked at any other file than that, or none."""
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    storage = storage_at(tmp_path / "c", executor, RecordingFiles(fail_kind("open")))
+    for read in (storage.read_manifest, storage.peek_manifest):
+        with pytest.raises(StorageError, match="cannot read the manifest") as caught:
+            await read()
+        assert caught.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="cannot open a data file") as caught:
+        await storage.sizes(list(OLD))
+    assert caught.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="cannot open a data file") as caught:
+        await storage.open(next(iter(OLD)), 5000)
+    assert caught.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="cannot stat the manifest") as caught:
+        await storage_at(tmp_path / ("x" * 300), executor).version()
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+async def test_what_is_not_there_can_be_looked_for(tmp_path: Path, executor: Executor) -> None:
+    """It leads to itself, and has no manifest."""
+    storage = storage_at(tmp_path / "c", executor)
+    assert await storage.find() == str(tmp_path / "c")
+    assert await storage.locate()
+    with pytest.raises(CheckpointNotFoundError):
+        await storage.peek_manifest()
 
 
 async def test_a_server_that_fails_as_a_file_is_closed_is_told_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.storage.files import PosixFiles
+from ckptio.storage.locks import _locked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,6 +112,31 @@ def test_the_lock_of_an_open_file_lasts(tmp_path: Path) -> None:
     assert not locks(path)
     files.close(fd)
     assert locks(path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EWOULDBLOCK])
+def test_a_lock_that_cannot_be_had_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Where there are no locks that is said: nobody may take a save for dead by its lock."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    path = tmp_path / "file"
+    path.touch()
+    files = PosixFiles()
+    fd = files.open(str(path), direct=False, writable=True)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    try:
+        if code == errno.EWOULDBLOCK:
+            assert not files.lock(fd)
+        else:
+            with pytest.raises(OSError, match=os.strerror(code)):
+                files.lock(fd)
+        assert fd not in _locked
+    finally:
+        files.close(fd)
 
 
 def test_a_lock_ends_though_something_else_has_the_file_open(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -12,8 +13,10 @@ import pytest
 
 from ckptio.errors import StorageError
 from ckptio.events import CleanupFailed
+from ckptio.format.pointer import encode_pointer
 from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.local import LocalStorage
+from ckptio.storage.manifest_name import ManifestName
 from ckptio.storage.root import LocalRoot
 from ckptio.storage.tombs import put_back_mistakes
 from ckptio.testing import Crash, EventLog, RecordingFiles
@@ -348,6 +351,70 @@ def put(directory: Path, save_id: str, contents: dict[str, bytes]) -> None:
     (directory / "new").rename(directory / "manifest.json")
 
 
+async def test_who_puts_back_what_it_kept_a_copy_of_leaves_what_has_come_since(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Another save is committed while it looks whether that is whole."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), A, OLD)
+
+    class Overtakes(RecordingFiles):
+        def fsync_dir(self, path: str) -> None:
+            if self.kinds("replace"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            super().fsync_dir(path)
+
+        def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+            if path.endswith("-was"):
+                put(directory, C, OTHER)
+            return super().open(path, direct=direct, writable=writable)
+
+    files = Overtakes(has_exchange=False)
+    with contextlib.suppress(StorageError):
+        await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    assert committed(directory) == OTHER
+
+
+async def test_of_two_that_lost_their_files_none_stays(tmp_path: Path, executor: Executor) -> None:
+    """What may not keep its name has none, also where what it replaced cannot be had back."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), A, OLD)
+    name = ManifestName(RecordingFiles(has_exchange=False), str(directory), B, SMALL)
+    manifest = manifest_of(B, {})
+    with open(name.new, "wb") as file:
+        file.write(manifest)
+
+    def lose() -> None:
+        (directory / next(iter(OLD))).unlink()
+        raise OSError(errno.EBUSY, "its files are gone")
+
+    with pytest.raises(OSError, match="its files are gone"):
+        name.give(manifest, overwrite=True, look=lose)
+    assert committed(directory) is None
+    assert not name.may_stand
+
+
+async def test_what_goes_as_it_is_replaced_need_not_be_kept(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Somebody removes it between two looks, where names are not exchanged."""
+    directory, gone = tmp_path / "c", list[str]()
+    await write_files(storage_at(directory, executor), A, OLD)
+
+    class Removed(RecordingFiles):
+        def exchange(self, source: str, target: str) -> bool:
+            if gone:
+                return super().exchange(source, target)
+            assert not super().exchange(source, target)
+            os.unlink(target)
+            gone.append(target)
+            return False
+
+    files = Removed(has_exchange=False)
+    await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    assert committed(directory) == NEW
+
+
 async def test_who_gives_a_name_back_leaves_it_to_whom_it_is_by_then(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -472,6 +539,29 @@ class SlowToRefuse(SlowToFail):
         raise OSError(self.code, os.strerror(self.code), target)
 
 
+class Slow(SlowToFail):
+    """Takes its time to give the name."""
+
+    def _answer(self, operation: str, source: str, target: str) -> Any:
+        return getattr(RecordingFiles, operation)(self, source, target)
+
+
+async def test_who_cancels_a_commit_that_comes_first_goes_on(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """As if nobody had cancelled: what was committed is not taken back."""
+    files = Slow()
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
+    task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
+    await asyncio.to_thread(files.has_come.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    files.go_on.set()
+    await task
+    assert task.cancelling() == 0
+    assert committed(tmp_path / "c") == {}
+
+
 async def test_who_cancels_a_commit_that_fails_is_not_told_that_it_was_committed(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -548,6 +638,19 @@ async def test_what_lies_under_the_name_of_the_dead_and_is_not_whole_is_left_ove
     (directory / f".manifest-{C}-old").write_bytes(b"damaged")
     await write_files(storage_at(directory, executor), B, NEW)
     assert names_in(directory) == sorted(["manifest.json", *NEW])
+
+
+async def test_what_points_to_nothing_under_the_name_of_the_dead_is_left_over(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """And keeps nothing else that is."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), B, NEW)
+    (directory / f".manifest-{A}-old").write_bytes(encode_pointer(C, manifest_of(C, {})))
+    left = f"data-{A}-00000-00000.safetensors"
+    (directory / left).touch()
+    found = find_leftovers(RecordingFiles(), str(directory), B)
+    assert sorted(found) == [f".manifest-{A}-old", left]
 
 
 async def test_what_was_taken_by_mistake_and_cut_off_since_is_not_put_back(

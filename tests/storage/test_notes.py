@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptio.storage.interface import Attempt, Storage
+    from ckptio.testing import Operation
 
 A, B, C = SAVE_IDS[:3]
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
@@ -289,6 +291,101 @@ async def test_what_is_no_file_of_its_own_is_not_written_to(
     await attempt.commit(manifest_of(A, {name: data}))
     assert committed(tmp_path / "c") == {name: data}
     assert other.read_bytes() == bytes(5000)
+
+
+async def test_what_an_attempt_left_is_written_where_it_is_wrong(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It has the right size, and other bytes."""
+    ((name, data),) = contents_of(A, 20_000).items()
+    earlier = await local(tmp_path, executor).begin(A, overwrite=False)
+    await fill_attempt(earlier, {name: data[:10_000] + bytes(10_000)})
+    await earlier.leave()
+    attempt = await local(tmp_path, executor).begin(A, overwrite=False, resumes=True)
+    await fill_attempt(attempt, {name: data})
+    await attempt.commit(manifest_of(A, {name: data}))
+    assert committed(tmp_path / "c") == {name: data}
+
+
+async def test_what_cannot_be_synced_again_is_kept_for_its_checkpoint(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Which was committed under the same id: the copy made nothing of it."""
+    contents = contents_of(A, 5000)
+    await write_files(local(tmp_path, executor), A, contents)
+    files = RecordingFiles(fail_kind("fsync"))
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    attempt = await storage.begin(A, overwrite=True, resumes=True)
+    with pytest.raises(StorageError, match="cannot finish the file"):
+        await fill_attempt(attempt, contents)
+    await attempt.leave()
+    assert committed(tmp_path / "c") == contents
+
+
+async def test_what_cannot_be_opened_now_is_not_made_anew(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """What an earlier attempt wrote is there yet for the next one."""
+    ((name, data),) = contents_of(A, 4096).items()
+    earlier = await local(tmp_path, executor).begin(A, overwrite=False)
+    await fill_attempt(earlier, {name: data})
+    await earlier.leave()
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
+
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(fail))
+    attempt = await storage.begin(A, overwrite=False, resumes=True)
+    with pytest.raises(StorageError, match="cannot write at byte 0") as caught:
+        await fill_attempt(attempt, {name: data})
+    assert caught.value.errno == errno.EMFILE
+    await attempt.leave()
+    assert (tmp_path / "c" / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("why", ["full", "taken"])
+async def test_a_note_that_cannot_be_left_is_told_of(
+    tmp_path: Path, executor: Executor, why: str
+) -> None:
+    """Else a checkpoint would be committed that nobody copies."""
+    other, taken = RecordingFiles(), list[int]()
+
+    def meet(operation: Operation) -> None:
+        if not operation.path.endswith(f".copy-{A}"):
+            return
+        if operation.kind == "create" and why == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
+        if operation.kind == "open":
+            taken.append(other.open(operation.path, direct=False, writable=True))
+            assert other.lock(taken[0])
+
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(meet))
+    attempt = await storage.begin(A, overwrite=False)
+    said = {"full": "cannot leave a note", "taken": "somebody else has removed or taken the note"}
+    with pytest.raises(StorageError, match=said[why]):
+        await attempt.note(b"there")
+    other.bury()
+    await attempt.abort()
+    assert not (tmp_path / "c").exists()
+
+
+async def test_a_file_in_the_directorys_place_has_no_note(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Where nobody can tell, that is said."""
+    (tmp_path / "c").touch()
+    storage = local(tmp_path, executor)
+    assert await storage.take_note(A) is None
+    assert await storage.read_note(A) is None
+    assert not await storage.has_note(A)
+    assert not await storage.has_note(None)
+    (tmp_path / "c").unlink()
+    (tmp_path / "c").mkdir()
+    for look in (storage.take_note, storage.read_note, storage.has_note):
+        with pytest.raises(StorageError, match="note") as caught:
+            await look("x" * 300)
+        assert caught.value.errno == errno.ENAMETOOLONG
 
 
 @pytest.mark.parametrize("is_committed", [False, True])

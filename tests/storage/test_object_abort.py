@@ -103,6 +103,46 @@ def test_a_save_that_another_process_committed_is_not_aborted(*, leads: bool) ->
     run_virtual(scenario(), seed=0)
 
 
+def test_an_abort_drops_the_uploads_of_ranks_that_died() -> None:
+    """And is not cut short by who cancels it."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        leader = await object_storage(MemoryStore(bucket, max_delay_s=1)).begin(A, overwrite=False)
+        member = await object_storage(MemoryStore(bucket)).join(A)
+        nbytes = 2 * SMALL.slab_nbytes
+        sink = await member.create(f"data-{A}-00001-00000.safetensors", nbytes)
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        assert bucket.open_uploads
+        task = asyncio.get_running_loop().create_task(leader.abort())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bucket.keys == []
+        assert not bucket.open_uploads
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_rank_that_gives_up_leaves_the_mark_of_the_save() -> None:
+    """It is that of the rank that leads, which clears up itself."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        leader = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        marked = bucket.keys
+        member = await object_storage(MemoryStore(bucket)).join(A)
+        await fill_attempt(member, contents_of(A, 10))
+        await member.abort()
+        assert bucket.keys == marked
+        await leader.abort()
+        assert bucket.keys == []
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_an_abort_removes_what_it_made_beside_another_checkpoint() -> None:
     """The checkpoint of another save is no reason to leave anything."""
 

@@ -16,6 +16,7 @@ from ckptio.config import KiB
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
+    ConfigError,
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
@@ -24,6 +25,7 @@ from ckptio.storage.object_place import Listing
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
+    ObjectMissingError,
     RefusedError,
     StoreTraits,
     UploadInfo,
@@ -32,6 +34,7 @@ from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
 from tests.manifests import block_checksums
 from tests.rig import (
     SAVE_IDS,
+    SMALL,
     assert_same,
     config_with,
     contents_of,
@@ -484,16 +487,18 @@ def test_who_is_written_over_where_nobody_decides_has_lost() -> None:
 def test_a_save_that_was_swept_is_not_acknowledged() -> None:
     """The machine was suspended for hours, just before its manifest went out."""
 
-    async def scenario(*, overwrite: bool) -> None:
+    async def scenario(*, overwrite: bool, is_cut_off: bool) -> None:
         bucket = MemoryBucket()
         if overwrite:
             await save(bucket, B, 10)
         attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=overwrite)
-        await fill_attempt(attempt, contents_of(A, 5000))
+        await fill_attempt(attempt, contents_of(A, 5000, 10))
+        (*_, last) = contents_of(A, 5000, 10)
         for key in [key for key in bucket.objects if A in key]:
-            del bucket.objects[key]
+            if not (is_cut_off and key.endswith(last)):
+                del bucket.objects[key]
         with pytest.raises(StorageError, match="others have removed its files, as of a dead save"):
-            await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+            await attempt.commit(manifest_of(A, contents_of(A, 5000, 10)))
         await attempt.abort()
         if overwrite:
             assert {*keys_of(B, 10)} <= {*bucket.keys}  # its files stay, too
@@ -502,8 +507,8 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         )
         assert winner(bucket) == C
 
-    for overwrite in (False, True):
-        run_virtual(scenario(overwrite=overwrite), seed=0)
+    for overwrite, is_cut_off in itertools.product((False, True), repeat=2):
+        run_virtual(scenario(overwrite=overwrite, is_cut_off=is_cut_off), seed=0)
 
 
 def test_a_save_that_was_silent_and_swept_is_not_acknowledged() -> None:
@@ -557,6 +562,154 @@ def test_a_damaged_read_back_settles_nothing() -> None:
         assert winner(bucket) == B
 
     run_virtual(scenario(), seed=0)
+
+
+def test_a_commit_that_is_not_seen_at_once_is_sent_once() -> None:
+    """The store has said that it is written; and what it replaces goes all the same."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        assert await save(bucket, A, 10) == "won"
+        sent: list[str] = []
+        missed: list[str] = []
+
+        def fault(request: Operation) -> None:
+            if request.path != MANIFEST:
+                return
+            if request.kind == "put":
+                sent.append(request.path)
+            elif sent and not missed:
+                missed.append(request.path)
+                raise ObjectMissingError(MANIFEST)
+
+        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
+        assert len(missed) == len(sent) == 1
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_commit_that_is_refused_is_not_sent_again() -> None:
+    """The store has said no; the files go with the attempt."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        store.fault = lambda op: "refused" if (op.kind, op.path) == ("put", MANIFEST) else None
+        storage = object_storage(store)
+        with pytest.raises(StorageError, match="cannot commit: access denied") as caught:
+            await write_files(storage, A, contents_of(A, 10))
+        assert not caught.value.in_doubt
+        assert [op.path for op in store.operations if op.kind == "put"].count(MANIFEST) == 1
+        assert store.bucket.keys == []
+
+    run_virtual(scenario(), seed=0)
+
+
+class Forgets(MemoryStore):
+    """Says that a manifest is written, and does not write it."""
+
+    async def put(self, key: str, data: bytes | memoryview, **conditions: object) -> str:
+        if key == MANIFEST:
+            return "written"
+        return await super().put(key, data, **conditions)  # type: ignore[arg-type]  # passed on
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_was_said_to_be_done_and_is_not_seen_is_in_doubt(*, overwrite: bool) -> None:
+    """It may be there for others: its files stay, and those of what it replaces."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        if overwrite:
+            assert await save(bucket, B, 10) == "won"
+        attempt = await object_storage(Forgets(bucket)).begin(A, overwrite=overwrite)
+        await fill_attempt(attempt, contents_of(A, 10))
+        with pytest.raises(StorageError, match="nobody knows") as caught:
+            await attempt.commit(manifest_of(A, contents_of(A, 10)))
+        assert caught.value.in_doubt
+        await attempt.abort()
+        assert {PREFIX + name for name in contents_of(A, 10)} < {*bucket.keys}
+        assert winner(bucket) == (B if overwrite else None)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_files_that_the_replaced_manifest_names_too_stay() -> None:
+    """Whoever wrote that one: what has another save's id is not its to lose."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        new = contents_of(B, 10)
+        bucket.put(MANIFEST, manifest_of(A, contents_of(A, 10) | new))
+        assert await save(bucket, B, 10, overwrite=True) == "won"
+        assert winner(bucket) == B
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_mark_that_could_not_be_written_is_written_the_next_time() -> None:
+    """Else a save would be silent for longer than it knows."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await asyncio.sleep(400)
+        store.fault = lambda op: "refused" if op.kind == "put" else None
+        with pytest.raises(StorageError):
+            await attempt.stay()
+        store.fault = None
+        before = store.counts["put"]
+        for _ in range(2):
+            await attempt.stay()
+        assert store.counts["put"] == before + 1
+        await attempt.abort()
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_files_of_more_parts_than_a_store_takes_are_refused_before_they_are_sent() -> None:
+    """With the option that would help; a file of one request has no parts."""
+
+    async def scenario() -> None:
+        slab = SMALL.slab_nbytes
+        for traits, fits, too_large in (
+            (StoreTraits(min_part_nbytes=slab + 1), slab, slab + 1),
+            (StoreTraits(max_parts=2), 2 * slab, 2 * slab + 1),
+        ):
+            store = MemoryStore(traits=traits)
+            attempt = await object_storage(store).begin(A, overwrite=False)
+            await attempt.create("fits", fits)
+            with pytest.raises(ConfigError, match="raise slab_nbytes"):
+                await attempt.create("too large", too_large)
+            await attempt.abort()
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_note_or_a_mark_that_is_on_its_way_is_waited_for() -> None:
+    """Who cancels it cleans up behind it: it must not come later."""
+
+    async def scenario(what: str) -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, max_delay_s=1)
+        storage = object_storage(store)
+        attempt = await storage.begin(A, overwrite=False)
+        await asyncio.sleep(400)
+        before, since_s = len(store.operations), bucket.now_s()
+        work = attempt.note(b"there") if what == "note" else attempt.stay()
+        task = asyncio.get_running_loop().create_task(work)
+        while len(store.operations) == before:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        name = f".copy-{A}" if what == "note" else f".attempt-{A}"
+        assert bucket.find(PREFIX + name).modified_s >= since_s
+        await attempt.abort()
+        assert bucket.keys == []
+
+    for what in ("note", "mark"):
+        run_virtual(scenario(what), seed=0)
 
 
 def test_a_refused_commit_that_was_carried_out_is_a_commit() -> None:
@@ -641,6 +794,7 @@ def test_cancelling_a_commit_that_came_first_changes_nothing() -> None:
             assert bucket.keys == []
         else:
             assert bucket.keys == keys_of(A, 10)
+            assert task.cancelling() == 0  # whoever goes on in this task was not cancelled
         return task.cancelled()
 
     ends = {run_virtual(scenario(step / 100), seed=step) for step in range(30)}

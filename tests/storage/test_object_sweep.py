@@ -120,6 +120,22 @@ def test_a_sweep_leaves_what_a_manifest_needs_that_is_listed_and_not_found() -> 
     run_virtual(scenario(), seed=0)
 
 
+def test_a_sweep_leaves_what_belongs_to_checkpoints_below() -> None:
+    """Their saves have marks of their own, there."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        (name,) = contents_of(A, 10)
+        for key in (f"{PREFIX}below/{name}", f"{PREFIX}{name}"):
+            bucket.put(key, b"data")
+        await asyncio.sleep(8000)
+        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+        await attempt.abort()
+        assert bucket.keys == [f"{PREFIX}below/{name}"]
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
     """Who goes on with a save marks it first; its files were quiet for hours."""
 

@@ -12,15 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import KiB
-from ckptio.errors import CheckpointError, CorruptionError, FormatError, SaveAbortedError
+from ckptio.errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    SaveAbortedError,
+    StorageError,
+)
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.store import StoreTraits
+from ckptio.storage.streams import AwaitedSource
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, crash_at, hit, run_virtual
 from ckptio.testing.objects import FaultKind
 from tests.manifests import block_checksums
 from tests.rig import (
     SAVE_IDS,
+    SMALL,
     assert_same,
     config_with,
     contents_of,
@@ -30,6 +38,7 @@ from tests.rig import (
     manifest_of,
     object_storage,
     random_state,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -240,6 +249,99 @@ def test_a_load_survives_a_fault_of_any_request(kind: FaultKind, times: int) -> 
             if number >= len(seen):
                 break
         assert number > 5
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("nbytes", [None, 5])
+def test_a_file_that_is_not_what_was_written_is_not_closed(nbytes: int | None) -> None:
+    """Whatever the store said of it: it is gone, or has another size."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+
+        def lose(request: Operation) -> None:
+            if request.kind == "head":
+                store.bucket.objects.pop(request.path)
+                if nbytes is not None:
+                    store.bucket.put(request.path, bytes(nbytes))
+
+        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+        store.fault = lose
+        for size in (10, 3 * SMALL.slab_nbytes):
+            with pytest.raises(StorageError, match="written"):
+                await fill_attempt(attempt, contents_of(SAVE_IDS[0], size))
+        store.fault = None
+        await attempt.abort()
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num", "least_s"), [("after", 1, 0.0), ("before", 2, 0.2), ("refused", 1, 0.0)]
+)
+def test_an_upload_is_ended_again_only_if_that_may_help(
+    kind: FaultKind, num: int, least_s: float
+) -> None:
+    """Not if it is there, nor if the store has said no; and not at once."""
+
+    async def scenario() -> None:
+        store = MemoryStore(fault=hit(0, kind, operation="complete"))
+        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+        began_s = asyncio.get_running_loop().time()
+        contents = contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes)
+        if kind == "refused":
+            with pytest.raises(StorageError, match=r"cannot complete .*access denied"):
+                await fill_attempt(attempt, contents)
+        else:
+            await fill_attempt(attempt, contents)
+        assert store.counts["complete"] == num
+        assert asyncio.get_running_loop().time() - began_s >= least_s
+        await attempt.abort()
+        assert not store.bucket.keys
+        assert not store.bucket.open_uploads
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_why_an_upload_cannot_be_ended_is_told_though_nothing_can_be_looked_at() -> None:
+    """What came first says more."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+        store.fault = lambda op: "refused" if op.kind in ("complete", "head") else None
+        with pytest.raises(StorageError, match="cannot complete"):
+            await fill_attempt(attempt, contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes))
+        store.fault = None
+        await attempt.abort()
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_why_a_file_cannot_be_read_is_told_though_it_cannot_be_looked_at(*, is_gone: bool) -> None:
+    """Or is gone since."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        storage = object_storage(store)
+        contents = contents_of(SAVE_IDS[0], 10)
+        await write_files(storage, SAVE_IDS[0], contents)
+        (name,) = contents
+
+        def refuse(request: Operation) -> FaultKind | None:
+            if request.kind == "head" and is_gone:
+                return None
+            if is_gone:
+                store.bucket.objects.pop(request.path)
+            return "refused"
+
+        source = await storage.open(name, 10)
+        assert isinstance(source, AwaitedSource)
+        store.fault = refuse
+        with pytest.raises(StorageError, match="cannot read"):
+            await source.read_into(0, memoryview(bytearray(10)))
 
     run_virtual(scenario(), seed=0)
 

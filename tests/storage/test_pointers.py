@@ -14,14 +14,18 @@ from ckptio import Engine
 from ckptio.config import KiB, MiB
 from ckptio.errors import FormatError, SaveAbortedError
 from ckptio.events import Event, LeftoversRemoved
+from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
-from tests.rig import SMALL, names_in
+from ckptio.testing import RecordingFiles
+from tests.rig import SAVE_IDS, SMALL, manifest_of, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
+
+    from ckptio.testing import Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -145,6 +149,27 @@ async def test_a_sweep_knows_what_is_pointed_to(url: str, tmp_path: Path) -> Non
     assert matches(names_in(directory), _DATA, "manifest.json")
 
 
+async def test_a_manifest_that_is_replaced_as_it_is_followed_is_read_anew(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    """What the first one pointed to went with it."""
+    path = tmp_path / "c"
+    path.mkdir()
+    first, second = manifest_of(SAVE_IDS[0], {}), manifest_of(SAVE_IDS[1], {})
+
+    def overtake(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(pointed_name(SAVE_IDS[0])):
+            (path / "manifest.json").write_bytes(second)
+
+    files, none = RecordingFiles(overtake), list[Event]().append
+    storage = LocalStorage(str(path), SMALL, executor, none, files)
+    root = LocalRoot(str(tmp_path), SMALL, executor, none, files)
+    for read in (storage.peek_manifest, storage.read_manifest, lambda: root.read_manifest("c")):
+        (path / "manifest.json").write_bytes(encode_pointer(SAVE_IDS[0], first))
+        found = await read()
+        assert (found[1] if isinstance(found, tuple) else found) == second
+
+
 async def test_a_root_removes_all_of_it(
     url: str, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
@@ -189,6 +214,8 @@ async def test_a_pointer_that_leads_nowhere_is_damage(
         fs.pipe_file(f"{url}/{pointed}", data)
     with pytest.raises(FormatError, match=re.escape(str(directory))):
         await LocalStorage(str(directory), SMALL, executor, list[Event]().append).peek_manifest()
+    with pytest.raises(FormatError):
+        await LocalRoot(str(tmp_path), SMALL, executor, list[Event]().append).read_manifest("copy")
     async with Engine(SMALL) as engine:
         for path in (directory, url):
             with pytest.raises(FormatError, match=pointed):

@@ -321,6 +321,44 @@ def test_a_waiter_that_leaves_as_a_place_comes_free_leaves_quietly() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_a_waiter_that_leaves_with_a_place_gives_it_back() -> None:
+    """Who is cancelled in the very turn in which it was given one."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(1)
+
+        async def wait() -> None:
+            async with limit.slot():
+                raise AssertionError("it was cancelled before")
+
+        async with limit.slot():
+            waiter = asyncio.get_running_loop().create_task(wait())
+            await asyncio.sleep(1)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        assert limit._running == 0
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_nothing_is_sent_when_no_time_is_left() -> None:
+    """What somebody asks who has given up, and whose ten seconds have passed."""
+    sent = []
+
+    async def request() -> None:
+        sent.append(1)
+
+    async def scenario() -> None:
+        brief = requests().brief()
+        await asyncio.sleep(11)
+        with pytest.raises(StorageError, match="no time is left"):
+            await brief.run("remove", "a", request)
+
+    run_virtual(scenario(), seed=0)
+    assert not sent
+
+
 def test_places_are_given_in_turn() -> None:
     """Who came first is served first, also before one that comes just as a place is free."""
 

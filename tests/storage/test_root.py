@@ -628,6 +628,17 @@ async def test_a_dead_save_is_swept_after_a_while(tmp_path: Path, threads: Threa
     await root.sweep("a", 100)  # gone already
 
 
+async def test_a_save_that_still_wrote_is_not_swept(tmp_path: Path, threads: Threads) -> None:
+    """Into a file that it made long ago, as its directory was written to."""
+    await begin(tmp_path / "a", threads)
+    age(tmp_path / "a")
+    name = names_in(tmp_path / "a")[-1]
+    os.utime(tmp_path / "a" / name)
+    os.utime(tmp_path / "a", (time.time() - 10_000,) * 2)
+    await root_at(tmp_path, threads).sweep("a", 100)
+    assert len(names_in(tmp_path / "a")) == 2
+
+
 async def test_a_living_save_is_never_swept(tmp_path: Path, threads: Threads) -> None:
     """However long ago it wrote: it holds its lock."""
     attempt = await storage_at(tmp_path / "a", threads).begin(SAVE_IDS[1], overwrite=False)

@@ -15,6 +15,7 @@ import pytest
 
 from ckptio._threads import Threads
 from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
+from ckptio.events import CleanupFailed
 from ckptio.storage import resumed
 from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.file_names import tomb_name
@@ -22,7 +23,7 @@ from ckptio.storage.files import NoExclusiveNames
 from ckptio.storage.leftovers import boot_id, is_whole, read_summary
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
-from ckptio.storage.tombs import put_back_mistakes, tombs_in
+from ckptio.storage.tombs import put_back, put_back_mistakes, tombs_in
 from ckptio.testing import Crash, EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
@@ -480,6 +481,65 @@ def test_two_removals_do_not_lose_what_is_saved_over_meanwhile(tmp_path: Path, m
     late.join()
     assert committed(path) == NEW
     assert told == ["stays", "stays"]
+
+
+def test_a_removal_leaves_what_another_one_took_by_mistake(tmp_path: Path) -> None:
+    """That is a checkpoint still, and comes back when this one has gone."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, C)
+    (path / "manifest.json").rename(tmp_path / "taken")
+    save(tmp_path / "other", B)
+    (tmp_path / "taken").rename(path / tomb_name(A))
+    for name in ("manifest.json", *NEW):
+        (tmp_path / "other" / name).rename(path / name)
+    remove(path, B, told)
+    assert told == ["removed"]
+    sweep(path)
+    assert committed(path) == CONTENTS[C]
+
+
+@pytest.mark.parametrize("kind", ["lost its files", "damaged"])
+def test_what_a_removal_left_that_is_no_checkpoint_goes_if_it_can_be_read(
+    tmp_path: Path, kind: str
+) -> None:
+    """At once, but no file: who makes the same again has it. What cannot be read is told of."""
+    path, log = tmp_path / "c", EventLog()
+    path.mkdir()
+    data = b"damaged" if kind == "damaged" else manifest_of(A, OLD)
+    tomb, file = tomb_name(B), next(iter(OLD))
+    (path / tomb).write_bytes(data)
+    (path / file).write_bytes(OLD[file])
+
+    def work(threads: Threads) -> None:
+        asyncio.run(LocalRoot(str(tmp_path), SMALL, threads, log).sweep("c", 3600))
+
+    elsewhere(work)
+    assert names_in(path) == [tomb] * (kind == "damaged") + [file]
+    assert [event.file for event in log.of(CleanupFailed)] == [tomb] * (kind == "damaged")
+
+
+def test_what_is_put_back_beside_a_newer_one_is_none(tmp_path: Path) -> None:
+    """It was committed since somebody looked: that one stands."""
+    path, tomb = tmp_path / "c", tomb_name(A)
+    save(path, B)
+    (path / tomb).write_bytes(manifest_of(C, {}))
+    put_back(RecordingFiles(), str(path), tomb)
+    assert committed(path) == NEW
+    assert tombs_in(str(path)) == []
+
+
+def test_what_was_taken_by_mistake_stays_beside_the_one_that_stands(tmp_path: Path) -> None:
+    """Nobody puts it back before that has gone, nor takes it away."""
+    path = tmp_path / "c"
+    save(path, C)
+    (path / "manifest.json").rename(path / tomb_name(A))
+    (path / "manifest.json").write_bytes(manifest_of(B, {}))
+    put_back_mistakes(RecordingFiles(), str(path))
+    assert len(tombs_in(str(path))) == 1
+    (path / "manifest.json").unlink()
+    put_back_mistakes(RecordingFiles(), str(path))
+    assert committed(path) == CONTENTS[C]
+    assert tombs_in(str(path)) == []
 
 
 def test_what_was_put_back_and_is_then_removed_does_not_come_back(tmp_path: Path) -> None:
