@@ -151,9 +151,29 @@ class SharedLink:
             listener.listen(world_size)
             for other in range(self._rank):
                 await self._meet(await _call(f"\0ckptio-{token}-{other}"), descriptor)
-            while len(self._sockets) < world_size - 1:
+            all_here = asyncio.Event()
+            async with Siblings() as group:
+                answering = self._answer(listener, descriptor, world_size, all_here)
+                door = group.create_task(answering, name="answer the door")
+                await all_here.wait()
+                door.cancel()
+
+    async def _answer(
+        self, listener: socket.socket, descriptor: int, world_size: int, all_here: asyncio.Event
+    ) -> None:
+        """Meet whoever calls, each in a task of its own: one that says nothing keeps no other."""
+
+        async def meet(connection: socket.socket) -> None:
+            await self._meet(connection, descriptor)
+            if len(self._sockets) == world_size - 1:
+                all_here.set()
+
+        if len(self._sockets) == world_size - 1:
+            all_here.set()
+        async with Siblings() as group:
+            while True:
                 connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-                await self._meet(connection, descriptor)
+                group.create_task(meet(connection), name="meet a rank")
 
     async def _meet(self, connection: socket.socket, descriptor: int) -> None:
         """Exchange ranks and memory over a new connection; drop it if it is another user's."""

@@ -132,7 +132,8 @@ async def test_ranks_that_do_not_come_are_named() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_a_stranger_at_the_door_does_no_harm() -> None:
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_stranger_at_the_door_does_no_harm(*, stays: bool) -> None:
     """Who connects and says nothing, or nonsense, is let go; ranks that come later are taken."""
     token = uuid.uuid4().hex
 
@@ -149,7 +150,9 @@ async def test_a_stranger_at_the_door_does_no_harm() -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         while stranger.connect_ex(f"\0ckptio-{token}-0"):
             await asyncio.sleep(0)
-        stranger.sendall(b"nonsense")
-    async with asyncio.TaskGroup() as group:
-        group.create_task(hold(1))
-        await first
+        if not stays:
+            stranger.sendall(b"nonsense")
+            stranger.close()
+        async with asyncio.timeout(TIMEOUT_S / 2), asyncio.TaskGroup() as group:
+            group.create_task(hold(1))
+            await first
