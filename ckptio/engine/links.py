@@ -98,4 +98,5 @@ class HostLinker:
             address,
             own_address or address.host,
             config.meet_timeout_s,
+            peer_timeout_s=config.peer_timeout_s,
         )

@@ -12,18 +12,28 @@ What gloo does, measured with torch 2.13, and what follows from it:
 - A work has neither a future nor a way to ask whether it is done: every wait takes a
   thread. They are threads of the link's own, since one that waits for another rank must not
   keep a read waiting that this rank waits for.
-- A peer that dies is noticed at once by whoever waits for it. One that freezes is not: the
-  ranks of the group watch each other by other means, and cancel.
+- A peer that dies is noticed at once by whoever waits for a message that has not begun. One
+  that freezes is not: the ranks of the group watch each other by other means, and cancel.
 - `abort()` does not wake who waits. A wait that runs out of time does: it closes every
-  connection of the group, and all waits end. So this is how a cancelled operation lets go
+  connection of the group, and waits end. So this is how a cancelled operation lets go
   of its slab, and why it breaks the link.
+- Whoever waits for a message of which a part has come, or was written, is not told that its
+  connection was closed, whoever did that: its wait never ends. But nothing looks at its memory
+  any more, so such a wait is left to itself, with its thread.
 - Between two processes of one machine it moves about 2 GB/s.
+- Nothing stops a group that is being connected: it waits as long as it was told to, and for the
+  answer of a store whose process is frozen without an end. So ranks connect only when all have
+  come, which they wait for by other means, and a thread that waits all the same is abandoned, as
+  of the job's store. It has no memory of anybody's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,6 +45,7 @@ from ckptio._aio import outlive, run_blocking
 from ckptio._own_thread import in_own_thread
 from ckptio._threads import Threads
 from ckptio.errors import PeerLostError, name_ranks
+from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -48,6 +59,10 @@ _LAST_TAG = 2**31 - 1
 #: Who watches over the ranks cancels a wait that has become pointless.
 _FOR_EVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
+_FIRST_PAUSE_S = 0.001
+_MAX_PAUSE_S = 0.1
+#: How soon waits end that end at all when all connections are closed.
+_ENDS_WITHIN_S = 1.0
 #: How gloo says that a wait ran out of time. Should it say that otherwise, more ranks are tried.
 _TIMED_OUT = "Timed out"
 
@@ -98,7 +113,13 @@ async def serve_store(host: str, timeout_s: float) -> AsyncIterator[StoreAddress
 
 @contextlib.asynccontextmanager
 async def gloo_link(
-    rank: int, world_size: int, address: StoreAddress, own_host: str, timeout_s: float
+    rank: int,
+    world_size: int,
+    address: StoreAddress,
+    own_host: str,
+    timeout_s: float,
+    *,
+    peer_timeout_s: float,
 ) -> AsyncIterator[GlooLink]:
     """Open a link; every rank of the group does so.
 
@@ -110,22 +131,26 @@ async def gloo_link(
         world_size: Ranks of the group, at least 2.
         address: The store that rank 0 runs.
         own_host: Name or address under which the others reach this rank.
-        timeout_s: For how long to wait for ranks that do not come. A cancellation
-            meanwhile is raised only then.
+        timeout_s: For how long to wait for ranks that do not come.
+        peer_timeout_s: For how long to wait for an answer of one that is there. A cancellation
+            is raised some seconds later at the most.
 
     Raises:
         PeerLostError: Not all ranks came in time.
     """
+    meeting = _Meeting(rank, world_size, address, own_host, timeout_s, peer_timeout_s)
+    until_s = asyncio.get_running_loop().time() + timeout_s + peer_timeout_s
+    thread = StoreThread(until_s, meeting.stop.set)
     try:
-        group = await in_own_thread(
-            lambda: _make_group(rank, world_size, address, own_host, timeout_s)
-        )
-    except RuntimeError as error:
+        group = await thread.ask(meeting.connect)
+    except (RuntimeError, StoreTimeoutError) as error:
         raise PeerLostError(
             f"the ranks of the group could not be connected for the exchange of what they"
             f" load, over {address.host}:{address.port}: {_first_line(error)}",
             ranks=(),
         ) from error
+    finally:
+        thread.close()
     link = GlooLink(rank, world_size, group)
     del group  # the link's alone, which closes its connections
     try:
@@ -142,21 +167,64 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
 
 
-def _make_group(
-    rank: int, world_size: int, address: StoreAddress, own_host: str, timeout_s: float
-) -> _Group:
-    """Connect to all other ranks. Blocks until they have come."""
-    timeout = timedelta(seconds=timeout_s)
-    store = c10d.TCPStore(
-        address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
-    gloo: Any = c10d.ProcessGroupGloo  # options are an argument that the stub leaves out
-    options = gloo._Options()  # noqa: SLF001  # the name under which torch itself uses it
-    options._timeout = timeout  # noqa: SLF001  # as above
-    options._devices = [gloo.create_device(hostname=own_host)]  # noqa: SLF001  # as above
-    options._threads = 1  # noqa: SLF001  # for collectives, which nobody calls
-    group: _Group = gloo(c10d.PrefixStore("ckptio", store), rank, world_size, options)
-    return group
+class _Meeting:
+    """How a rank finds the others, and is connected to them. All of it blocks.
+
+    Args are those of `gloo_link`.
+
+    Attributes:
+        stop: Set by whoever waits for this no longer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: StoreAddress,
+        own_host: str,
+        timeout_s: float,
+        peer_timeout_s: float,
+    ) -> None:
+        self.stop = threading.Event()
+        self._rank = rank
+        self._world_size = world_size
+        self._address = address
+        self._own_host = own_host
+        self._timeout_s = timeout_s
+        self._answer = timedelta(seconds=min(timeout_s, peer_timeout_s))
+
+    def connect(self) -> _Group:
+        """Wait for all other ranks, and connect to them.
+
+        Raises:
+            RuntimeError: They did not come, or were lost, or `stop` was set.
+        """
+        host, port = self._address
+        store = c10d.TCPStore(
+            host, port, is_master=False, timeout=self._answer, wait_for_workers=False
+        )
+        self._wait(store)
+        gloo: Any = c10d.ProcessGroupGloo  # options are an argument that the stub leaves out
+        options = gloo._Options()  # noqa: SLF001  # the name under which torch itself uses it
+        options._timeout = self._answer  # noqa: SLF001  # as above
+        options._devices = [gloo.create_device(hostname=self._own_host)]  # noqa: SLF001  # as above
+        options._threads = 1  # noqa: SLF001  # for collectives, which nobody calls
+        shared = c10d.PrefixStore("ckptio", store)
+        group: _Group = gloo(shared, self._rank, self._world_size, options)
+        return group
+
+    def _wait(self, store: c10d.TCPStore) -> None:
+        """Wait until all ranks are there. By asking again and again: a store's wait has no end."""
+        until_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        num_here = store.add("here", 1)
+        while num_here < self._world_size:
+            if time.monotonic() > until_s:
+                missing = self._world_size - num_here
+                raise RuntimeError(f"{missing} of {self._world_size} ranks did not come in time")
+            if self.stop.wait(pause_s):
+                raise RuntimeError("nobody waits for it any more")
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            num_here = store.add("here", 0)
 
 
 class GlooLink:
@@ -168,6 +236,9 @@ class GlooLink:
         self._peers = [(rank + step) % world_size for step in range(1, world_size)]
         self._is_broken = False
         self._why_broken = _BROKEN
+        self._loop = asyncio.get_running_loop()
+        self._all_closed: asyncio.Future[None] = self._loop.create_future()
+        self._has_stuck = False  # some thread, in a wait that never ends
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
@@ -203,13 +274,31 @@ class GlooLink:
         group = self._group
         if group is None or self._is_broken:
             raise PeerLostError(self._why_broken, ranks=ranks)
-        loop = asyncio.get_running_loop()
+        call = self._loop.run_in_executor(self._threads, carry, group)
+        ending = asyncio.ensure_future(self._end_of(call))
+        failure: BaseException | None = None
         try:
-            await outlive(
-                loop.run_in_executor(self._threads, carry, group), on_cancel=self._break_off
-            )
-        except RuntimeError as error:  # or what had broken the link has ended it, too
-            raise PeerLostError(self._why_broken, ranks=ranks) from error
+            failure = await outlive(ending, on_cancel=self._break_off)
+            if isinstance(failure, RuntimeError):  # or what had broken the link has ended it, too
+                raise PeerLostError(self._why_broken, ranks=ranks) from failure
+            if failure is not None:
+                raise failure
+        finally:
+            del call, ending, failure  # it refers to this frame: no reference cycle
+
+    async def _end_of(self, call: asyncio.Future[None]) -> BaseException | None:
+        """Wait until a transfer has let go of its memory; give what it failed of."""
+        try:
+            await asyncio.wait((call, self._all_closed), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                await asyncio.wait((call,), timeout=_ENDS_WITHIN_S)
+            if call.done():
+                return call.exception()
+            self._has_stuck = True
+            call.cancel()  # the thread goes on; the loop, which may be gone then, hears nothing
+            return RuntimeError("its connection was closed")
+        finally:
+            del call  # as above
 
     def _wait(self, begin: Callable[[int], dist.Work], ranks: Sequence[int]) -> None:
         """Begin messages, and wait for all of them: the memory is the caller's again afterwards."""
@@ -257,7 +346,13 @@ class GlooLink:
                 self._group.recv([nowhere], rank, _LAST_TAG).wait(_AT_ONCE)
             except RuntimeError as error:
                 if _TIMED_OUT in str(error):  # and the others are closed, too
-                    return
+                    break
+        with contextlib.suppress(RuntimeError):  # the loop has ended, so nobody waits
+            self._loop.call_soon_threadsafe(self._tell_all_closed)
+
+    def _tell_all_closed(self) -> None:
+        if not self._all_closed.done():
+            self._all_closed.set_result(None)
 
     async def close(self) -> None:
         """Close all connections. No operation may be under way."""
@@ -266,7 +361,7 @@ class GlooLink:
         try:
             await run_blocking(self._threads, groups.clear)
         finally:
-            self._threads.shutdown()
+            self._threads.shutdown(wait=not self._has_stuck)
 
 
 _BROKEN = "the exchange was broken off before; load again"
@@ -274,11 +369,14 @@ _BROKEN = "the exchange was broken off before; load again"
 
 @contextlib.contextmanager
 def _lent(slab: Slab, nbytes: int) -> Iterator[torch.Tensor]:
-    """View the start of a slab as a tensor, for as long as its lease lasts."""
-    with slab.view[:nbytes] as view:
-        tensor = torch.frombuffer(view, dtype=torch.uint8)
-        yield tensor
-        del tensor
+    """View the start of a slab as a tensor, for as long as its lease lasts.
+
+    By its address: a wait that is left to itself does not keep the slab from being closed.
+    """
+    memory = (ctypes.c_ubyte * nbytes).from_address(slab.address)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    yield tensor
+    del tensor
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PeerLostError
-from ckptio.exchange.gloo import _LAST_TAG, GlooLink, gloo_link, is_available, serve_store
+from ckptio.exchange.gloo import (
+    _LAST_TAG,
+    GlooLink,
+    StoreAddress,
+    gloo_link,
+    is_available,
+    serve_store,
+)
 from ckptio.staging.pool import Slab
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+    from contextlib import AbstractAsyncContextManager
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -27,6 +36,12 @@ def test_gloo_is_there() -> None:
     assert is_available()
 
 
+def link_of(
+    rank: int, num_ranks: int, address: StoreAddress, timeout_s: float = TIMEOUT_S
+) -> AbstractAsyncContextManager[GlooLink]:
+    return gloo_link(rank, num_ranks, address, LOOPBACK, timeout_s, peer_timeout_s=TIMEOUT_S)
+
+
 @contextlib.asynccontextmanager
 async def links(num_ranks: int) -> AsyncIterator[list[GlooLink]]:
     """Open the links of all ranks, in one process; what carries them are real sockets."""
@@ -35,7 +50,7 @@ async def links(num_ranks: int) -> AsyncIterator[list[GlooLink]]:
         opened: dict[int, GlooLink] = {}
 
         async def hold(rank: int, until: asyncio.Event, ready: asyncio.Barrier) -> None:
-            async with gloo_link(rank, num_ranks, address, LOOPBACK, TIMEOUT_S) as link:
+            async with link_of(rank, num_ranks, address) as link:
                 opened[rank] = link
                 await ready.wait()
                 await until.wait()
@@ -267,9 +282,105 @@ async def test_a_rank_is_not_blamed_for_what_a_cancellation_ended() -> None:
             await give(a, [1], 1, b"x")
 
 
+class HalfWay(FakeGroup):
+    """Has messages under way: gloo does not say that they end when the connections are closed."""
+
+    def send(self, _: object, rank: int, __: int) -> Any:
+        del rank
+        self.num_begun += 1
+        return types.SimpleNamespace(wait=lambda _: self.ends.wait())
+
+    def recv(self, _: object, __: int, tag: int) -> Any:
+        def end(_: object) -> None:
+            if tag == _LAST_TAG:
+                raise RuntimeError("Timed out waiting 1ms for recv operation to complete")
+            self.ends.wait()
+
+        self.num_begun += tag != _LAST_TAG
+        return types.SimpleNamespace(wait=end)
+
+
+async def test_who_is_in_the_middle_of_a_message_ends_with_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it was cancelled, or another was; its memory can be given back."""
+    monkeypatch.setattr("ckptio.exchange.gloo._ENDS_WITHIN_S", 0.05, raising=False)
+    group = HalfWay()
+    link = GlooLink(0, 3, group)
+    transfers = [
+        asyncio.create_task(take(link, 1, 1, 10)),
+        asyncio.create_task(give(link, [1, 2], 2, b"x")),
+    ]
+    while group.num_begun < 3:
+        await asyncio.sleep(0)
+    transfers[0].cancel()
+    try:
+        done, _ = await asyncio.wait(transfers, timeout=TIMEOUT_S / 4)
+        assert len(done) == len(transfers)  # and their slabs are closed
+        with pytest.raises(asyncio.CancelledError):
+            await transfers[0]
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await transfers[1]
+        await link.close()
+    finally:
+        group.ends.set()
+
+
 async def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
     """The error says where they were to meet."""
     async with serve_store(LOOPBACK, 1.0) as address:
         with pytest.raises(PeerLostError, match=f"{LOOPBACK}:{address.port}"):
-            async with gloo_link(0, 2, address, LOOPBACK, 1.0):
+            async with link_of(0, 2, address, 1.0):
                 raise AssertionError("there is nobody else")
+
+
+async def opening(rank: int, num_ranks: int, address: StoreAddress) -> None:
+    async with link_of(rank, num_ranks, address):
+        raise AssertionError("there is nobody else")
+
+
+async def test_who_waits_for_a_rank_that_died_can_be_cancelled() -> None:
+    """As a load is when that is noticed, or by its caller: at once, and no thread is left."""
+    async with serve_store(LOOPBACK, TIMEOUT_S) as address:
+        waiting = [asyncio.create_task(opening(rank, 3, address)) for rank in (0, 1)]
+        store = c10d.TCPStore(LOOPBACK, address.port, is_master=False, wait_for_workers=False)
+        async with asyncio.timeout(TIMEOUT_S / 4):
+            while store.add("here", 0) < len(waiting):
+                await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting, timeout=TIMEOUT_S / 4)
+        assert all(task.done() for task in waiting)
+        for task in waiting:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert not any(thread.name.startswith("ckptio-store") for thread in threading.enumerate())
+
+
+async def test_who_waits_for_a_store_that_is_frozen_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the process is that has it. The thread that hangs keeps nothing from ending."""
+    monkeypatch.setattr("ckptio.ranks.store_thread._LEAST_S", 0.05)
+    begun, answers = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def wait_for_an_answer(*_: object, **__: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        answers.wait(TIMEOUT_S)
+        raise RuntimeError("the store was lost")
+
+    monkeypatch.setattr(c10d, "TCPStore", wait_for_an_answer)
+    waiting = asyncio.create_task(opening(1, 2, StoreAddress(LOOPBACK, 1)))
+    async with asyncio.timeout(TIMEOUT_S / 4):
+        await begun.wait()
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("ckptio-store"))
+    assert thread.daemon
+    waiting.cancel()
+    await asyncio.wait((waiting,), timeout=TIMEOUT_S / 4)
+    has_ended = waiting.done()
+    answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert has_ended
+    thread.join()

@@ -115,7 +115,14 @@ async def meet(me: Me, link: BulkLink) -> None:
 async def link_of(me: Me, kind: str) -> AsyncIterator[BulkLink]:
     async with address_of(me) as address:
         if kind == "gloo":
-            async with gloo_link(me.rank, me.world_size, address, LOOPBACK, TIMEOUT_S) as gloo:
+            async with gloo_link(
+                me.rank,
+                me.world_size,
+                address,
+                LOOPBACK,
+                TIMEOUT_S,
+                peer_timeout_s=TIMEOUT_S,
+            ) as gloo:
                 yield gloo
         else:
             async with shared_link(
