@@ -44,7 +44,7 @@ from torch._C import _distributed_c10d as c10d
 from ckptio._aio import outlive, run_blocking
 from ckptio._own_thread import in_own_thread
 from ckptio._threads import Threads
-from ckptio.errors import PeerLostError, name_ranks
+from ckptio.errors import PeerLostError
 from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ class GlooLink:
         self._loop = asyncio.get_running_loop()
         self._all_closed: asyncio.Future[None] = self._loop.create_future()
         self._has_stuck = False  # some thread, in a wait that never ends
+        self._lost: tuple[int, ...] = ()  # nobody, if it was a cancellation
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
@@ -252,7 +253,7 @@ class GlooLink:
             with _lent(slab, nbytes) as tensor:
                 self._wait(lambda rank: group.send([tensor], rank, tag), ranks)
 
-        await self._carry(carry, ranks)
+        await self._carry(carry)
 
     @contextlib.asynccontextmanager
     async def receive(
@@ -266,21 +267,21 @@ class GlooLink:
             with _lent(slab, nbytes) as tensor:
                 self._wait(lambda rank: group.recv([tensor], rank, tag), (rank,))
 
-        await self._carry(carry, (rank,))
+        await self._carry(carry)
         yield slab
 
-    async def _carry(self, carry: Callable[[_Group], None], ranks: Sequence[int]) -> None:
+    async def _carry(self, carry: Callable[[_Group], None]) -> None:
         """Run a transfer on a thread, and break the link if it is cancelled meanwhile."""
         group = self._group
         if group is None or self._is_broken:
-            raise PeerLostError(self._why_broken, ranks=ranks)
+            raise PeerLostError(self._why_broken, ranks=self._lost)
         call = self._loop.run_in_executor(self._threads, carry, group)
         ending = asyncio.ensure_future(self._end_of(call))
         failure: BaseException | None = None
         try:
             failure = await outlive(ending, on_cancel=self._break_off)
             if isinstance(failure, RuntimeError):  # or what had broken the link has ended it, too
-                raise PeerLostError(self._why_broken, ranks=ranks) from failure
+                raise PeerLostError(self._why_broken, ranks=self._lost) from failure
             if failure is not None:
                 raise failure
         finally:
@@ -302,34 +303,36 @@ class GlooLink:
 
     def _wait(self, begin: Callable[[int], dist.Work], ranks: Sequence[int]) -> None:
         """Begin messages, and wait for all of them: the memory is the caller's again afterwards."""
-        works: list[dist.Work] = []
+        works: list[tuple[int, dist.Work]] = []
         failure: RuntimeError | None = None
-        try:
-            for rank in ranks:
-                works.append(begin(rank))  # noqa: PERF401  # what has begun is waited for
-        except RuntimeError as error:  # it has gone, and gloo knows that already
-            failure = error
-            self._lose(error, ranks)
-        for work in works:
+        for rank in ranks:
+            try:
+                works.append((rank, begin(rank)))
+            except RuntimeError as error:  # it has gone, and gloo knows that already
+                failure = error
+                self._lose(error, rank)
+                break
+        for rank, work in works:
             try:
                 work.wait(_FOR_EVER)
             except RuntimeError as error:
                 failure = failure or error
-                self._lose(error, ranks)
+                self._lose(error, rank)
         try:
             if failure is not None:
                 raise failure
         finally:
             del failure, works  # it refers to this frame: no reference cycle
 
-    def _lose(self, error: RuntimeError, ranks: Sequence[int]) -> None:
-        """Break the link for a transfer that failed, and keep why: all others say it, too.
+    def _lose(self, error: RuntimeError, rank: int) -> None:
+        """Break the link for a rank that was lost, and keep why: all transfers say it.
 
         Not for one that failed behind that: it was ended.
         """
         if not self._is_broken:
             why = _first_line(error)
-            self._why_broken = f"the exchange with {name_ranks(ranks)} broke off: {why}"
+            self._lost = (rank,)
+            self._why_broken = f"the exchange with rank {rank} broke off: {why}"
         self._break_off()
 
     def _break_off(self) -> None:
