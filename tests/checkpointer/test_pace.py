@@ -77,6 +77,17 @@ def test_a_run_that_goes_back_later_counts_from_what_it_loads() -> None:
     assert due(made, 910, 707, 805, 1001) == [1001]
 
 
+@pytest.mark.parametrize("others", [[900], [602], [602, 900]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_that_goes_back_may_look_at_other_steps(others: list[int], *, is_first: bool) -> None:
+    """At the best one for one, which may be above or below the one that it goes on from."""
+    made = pace(steps=100)
+    made.saved(903)
+    for step in [700, *others] if is_first else [*others, 700]:
+        made.loaded(step)
+    assert due(made, 707, 798, 805) == [805]
+
+
 def test_a_run_that_discards_what_it_saved_counts_from_below() -> None:
     """Whether it loads what it goes on from, and when."""
     made = pace(steps=100)
