@@ -142,9 +142,9 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
     path, to = job.source.path, job.target.path
     try:
         try:
-            sent_nbytes = await _Copy(job, context).run()
+            sent = await _Copy(job, context).run()
         except _OvertakenError:
-            sent_nbytes = None
+            sent = None
         if note is not None:
             await _drop(note, job, context)
     except BaseException as error:
@@ -152,15 +152,14 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
         if note is not None:
             await shielded(note.release())
         raise
-    if sent_nbytes is None:
+    if sent is None:
         return None
-    elapsed_s = job.elapsed_s()
     context.emit(
         CopyCommitted(
-            path=path, to=to, save_id=job.save_id, sent_nbytes=sent_nbytes, elapsed_s=elapsed_s
+            path=path, to=to, save_id=job.save_id, sent_nbytes=sent, elapsed_s=job.elapsed_s()
         )
     )
-    return sent_nbytes
+    return sent
 
 
 async def _drop(note: Note, job: CopyJob, context: EngineContext) -> None:
@@ -270,6 +269,7 @@ class _Copy:
 
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
         """Leave what was sent to whoever goes on with it, if anybody can."""
+        self._context.cache.forget(self._job.target)  # it may be committed, though nobody can tell
         is_gone = is_replaced(error) or isinstance(error, _OvertakenError)
         # of a checkpoint that the second tier has, or may soon have, an attempt owns nothing
         owns = attempt.is_alone and not self._was_there

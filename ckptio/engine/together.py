@@ -228,6 +228,10 @@ class _JointSave:
         """Let go of files that are part of a checkpoint now."""
         if self._attempt is not None and not self._leads:
             await self._attempt.leave()
+        await self._forget()
+
+    async def _forget(self) -> None:
+        """Forget what was loaded there: it may have been replaced."""
         await self._job.storage.locate(gives_up=False)  # rank 0 has
         self._context.cache.forget(self._job.storage)
 
@@ -255,6 +259,7 @@ class _JointSave:
         problem: StorageError | None = None
         if isinstance(error, (RankError, asyncio.CancelledError)):
             found = await self._look_back()
+        await self._forget()  # also where nobody can tell
         if not self._leads:
             if found is not None:
                 problem = await _problem_of(attempt.seal())  # rank 0 may not have got to it
@@ -262,13 +267,9 @@ class _JointSave:
             failed = isinstance(told, RankError) and not told.in_doubt
             # what a manifest names stays, whatever anybody says
             await (attempt.abort() if found is None and failed else attempt.leave())
+        path = self._job.storage.path
         doubt = doubt_of(
-            error,
-            self._failure,
-            problem,
-            leads=self._leads,
-            is_found=found is not None,
-            path=self._job.storage.path,
+            error, self._failure, problem, leads=self._leads, is_found=found is not None, path=path
         )
         if doubt is not None:
             raise doubt from problem or doubt.__cause__
@@ -292,8 +293,6 @@ class _JointSave:
         manifest = await run_blocking(self._context.executor, decode_manifest, data)
         if manifest.save_id != self._job.save_id:
             return None
-        await self._job.storage.locate(gives_up=False)
-        self._context.cache.forget(self._job.storage)
         return SaveReceipt(
             nbytes=manifest.nbytes,
             num_files=len(manifest.files),

@@ -300,6 +300,39 @@ def test_another_checkpoint_at_the_second_tier_is_not_replaced() -> None:
     run_virtual(scenario(), seed=0)
 
 
+class _LostAttempt(MemoryAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        await super().commit(manifest)
+        raise StorageError("it may stand", path="far/a", in_doubt=True)
+
+
+class LosesTheAnswer(MemoryStorage):
+    """Commits, and what says so gets lost."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
+
+
+def test_a_copy_in_doubt_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
+    """If it stands, it is what the next load of the second tier finds."""
+
+    async def scenario() -> None:
+        storages = {"near/a": MemoryStorage("near/a"), "far/a": LosesTheAnswer("far/a")}
+        far = storages["far/a"].another_name("far/b")
+        config = config_with(cache_ttl_s=1e6)
+        async with inline_engine({**storages, "far/b": far}, config) as engine:
+            await engine.save(filled_state(SIZES, 1), "far/b")
+            await engine.load("far/b")
+            handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a", overwrite=True)
+            with pytest.raises(StorageError, match="it may stand"):
+                await handle.durable
+            assert_same(await engine.load("far/b"), filled_state(SIZES, 2))
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_newest_state_is_what_stays_at_the_second_tier(seed: int) -> None:
     """Copies to one place come one after the other; one that was overtaken says so."""

@@ -365,6 +365,29 @@ class CannotRead(MemoryStorage):
         raise StorageError("the connection broke", path="memory", code=110)
 
 
+class SaysNoMore(LosesItsVoice, CannotRead):
+    """Publishes manifests, and cannot tell of it."""
+
+
+def test_a_commit_in_doubt_is_not_hidden_by_what_was_loaded_before() -> None:
+    """Also where rank 0, whose manifest all load by, cannot look what became of the save."""
+
+    async def scenario() -> None:
+        config = config_with(cache_ttl_s=1e6)
+        async with job(3, config=config) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            await check_saved(ranks)
+            give_place(ranks, 0, same_place(ranks, SaysNoMore))
+            for error in await outcomes_of(begin_saves(ranks, 2.0)):
+                assert isinstance(error, RankError)
+                assert error.in_doubt
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks, 2.0)
+
+    run(scenario(), seed=0)
+
+
 def test_who_aborts_and_cannot_see_the_manifest_is_not_told_that_there_is_none() -> None:
     """The others are told that it was committed: what was there is not untouched."""
 
