@@ -11,14 +11,15 @@ import calendar
 import contextlib
 import datetime as dt
 import errno
+import functools
 import inspect
+import itertools
 import json
 import math
 import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, quote_plus
 
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -110,6 +111,8 @@ _MAX_LENGTH = 300
 _SECRET = re.compile(
     r"key|secret|token|pass|pwd|auth|cookie|ticket|sas|credential|connection", re.IGNORECASE
 )
+#: Before what Python writes with one, in a text in another one.
+_MAX_SLASHES = 4
 #: A signature in a URL is as good as a password.
 _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
 
@@ -224,17 +227,38 @@ def _shown(text: str, hidden: Sequence[str]) -> str:
 
     Queries go last: what is cut out of a secret as one would leave the rest of it.
     """
-    forms = {form for secret in hidden for form in _forms_of(secret)}
-    for form in sorted(forms, key=len, reverse=True):  # one may be a part of another
-        text = text.replace(form, "...")
+    for secret in sorted(hidden, key=len, reverse=True):  # one may be a part of another
+        text = _pattern_of(secret).sub("...", text)
     return _QUERY.sub("?...", text)
 
 
-def _forms_of(secret: str) -> set[str]:
-    """Give a secret as it may stand in a message: as Python or JSON writes it, or in a URL."""
-    written = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}
-    in_urls = {quote(secret, safe, errors="replace") for safe in ("/", "")}
-    return written | in_urls | {quote_plus(secret, errors="replace")}
+@functools.lru_cache(maxsize=64)
+def _pattern_of(secret: str) -> re.Pattern[str]:
+    """Give what finds a secret, however each of its characters is written."""
+    runs = [(character, len([*run])) for character, run in itertools.groupby(secret)]
+    return re.compile("".join(_ways_of(character, count) for character, count in runs))
+
+
+def _ways_of(character: str, count: int) -> str:
+    """Give what finds so many of a character: as they are, or as Python, JSON or a URL has them.
+
+    What is written into another text may be written so again, up to `_MAX_SLASHES`; and programs
+    differ in which characters of a URL they leave as they are. No two ways begin alike, but for
+    some backslashes, and a run of those is one: so nothing is tried over and over.
+    """
+    if character.isascii() and character.isalnum():
+        return character * count
+    is_raw = "\udc80" <= character <= "\udcff"  # a byte that is no text
+    raw = character.encode(errors="surrogateescape" if is_raw else "surrogatepass")
+    in_url = "".join(f"%(?:25)?{byte:02x}" for byte in raw)
+    if character == "\\":
+        return rf"(?:\\{{{count},{_MAX_SLASHES * count}}}|(?i:(?:{in_url}){{{count}}}))"
+    some = rf"\\{{1,{_MAX_SLASHES}}}"
+    texts = (repr(character), ascii(character), json.dumps(character), repr(raw)[1:])
+    written = {text[1:-1] for text in texts if text[1] == "\\"}
+    escapes = [re.escape(text).replace(r"\\", some) for text in sorted(written)]
+    ways = "|".join([*escapes, in_url, *([r"\+"] if character == " " else [])])
+    return rf"(?:(?:{some})?{re.escape(character)}|(?i:{ways}))" * count
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -298,8 +322,8 @@ def _secrets_in(value: object, *, is_secret: bool) -> Iterator[str]:
                 yield from _secrets_in(inner, is_secret=is_secret or is_named)
             else:
                 yield from _secrets_in(part, is_secret=is_secret)
-    elif is_secret and isinstance(value, (str, bytes)) and value:
-        yield value if isinstance(value, str) else value.decode(errors="backslashreplace")
+    elif is_secret and isinstance(value, (str, bytes, bytearray)) and value:
+        yield value if isinstance(value, str) else value.decode(errors="surrogateescape")
 
 
 def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:

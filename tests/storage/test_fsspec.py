@@ -291,20 +291,53 @@ def test_secrets_are_known_by_their_names() -> None:
     assert set(secrets_of(options)) == {"pw", "Bearer x", "me", "me-too"}
     assert secrets_of({"hosts": ["a", {"pwd": "b"}]}) == ("b",)
     assert secrets_of({"headers": [("Accept", "a"), ("Authorization", "b")]}) == ("b",)
-    (hidden,) = secrets_of({"password": b"\xffpw"})
-    assert hidden in repr(b"\xffpw")
 
 
+def quote_little(text: str) -> str:
+    """Quote as those do that leave in a URL what they may, and write small letters."""
+    return re.sub("%..", lambda found: found[0].lower(), quote(text, safe="!$&'()*+,;="))
+
+
+def write_twice(text: str) -> str:
+    """As an error whose message has the `repr` of a text that has that of the options."""
+    return repr(repr({"key": text}))
+
+
+WAYS = [str, repr, ascii, json.dumps, quote, quote_plus, quote_little, write_twice]
+
+
+@pytest.mark.parametrize("write", WAYS)
 @pytest.mark.parametrize(
-    "secret", ["-----BEGIN KEY-----\nMIIE", "p'w\"\\", "p@ss w/rd", "p\u00e4sse"]
+    "secret", ["-----BEGIN KEY-----\nMIIE", "p'w\"\\\\n", "p@ss w/rd!", "p\u00e4sse", "\U0001f511"]
 )
-@pytest.mark.parametrize("write", [str, repr, json.dumps, quote, quote_plus])
 def test_a_secret_is_known_however_it_is_written(secret: str, write: Callable[[str], str]) -> None:
     """A key of several lines in the `repr` of the options, or a password in a URL."""
     hidden = secrets_of({"token": {"private_key": secret}})
-    shown, is_clean = told(RuntimeError(f"no such login: <{write(secret)}>"), hidden)
-    assert re.fullmatch("RuntimeError: no such login: <[\"']?...[\"']?>", str(shown))
+    written = write(secret)
+    assert written.count(secret) <= 1
+    shown, is_clean = told(RuntimeError(f"no such login: <{written}>"), hidden)
+    assert re.fullmatch(
+        r"RuntimeError: no such login: <[\"'{}key:\\ ]*\.\.\.[\"'}\\]*>", str(shown)
+    )
     assert not is_clean
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("secret", [b"\xffpw\n", "p\u00e4sse".encode(), b"p'w\""])
+def test_a_secret_of_bytes_is_known(secret: bytes, kind: Callable[[bytes], object]) -> None:
+    """Text or not: Python writes both alike, byte by byte."""
+    hidden = secrets_of({"password": kind(secret)})
+    for written in (repr(secret), quote(secret)):
+        shown, is_clean = told(RuntimeError(f"no such login: <{written}>"), hidden)
+        assert re.fullmatch(r"RuntimeError: no such login: <[b\"']*\.\.\.[\"']?>", str(shown))
+        assert not is_clean
+
+
+def test_a_long_secret_is_looked_for_in_no_time() -> None:
+    """However much of a text looks like the beginning of it."""
+    hidden = ("\\" * 50 + "'\n" * 50 + "x", "\\n" * 50 + "x", "%" * 50 + "x")
+    text = "\\" * 500 + "\\'\\n" * 500 + "%25" * 500
+    assert str(told(RuntimeError(text), hidden)[0]).startswith("RuntimeError: \\\\")
 
 
 def test_a_secret_that_is_no_text_hides_no_error() -> None:
