@@ -97,6 +97,8 @@ _REFUSALS = (
     re.compile(r"from a trusted source\.\s*\n([^\n]{1,200})"),
 )
 _SENTENCE_END = re.compile(r"\.\s|\n")
+#: Where an object of torch's is: it tells nobody anything.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Record:
@@ -271,7 +273,7 @@ def first_sentence(error: Exception) -> str:
     """Shorten what torch says of a pickle it refuses, advice to run it all the same included."""
     found = next(filter(None, (pattern.search(str(error)) for pattern in _REFUSALS)), None)
     said = found[1] if found is not None else str(error)
-    return _SENTENCE_END.split(said, maxsplit=1)[0].removesuffix(".")
+    return _ADDRESS.sub("", _SENTENCE_END.split(said, maxsplit=1)[0].removesuffix("."))
 
 
 def _load(kind: type[_Inert], data: bytes, records: frozenset[tuple[str, str]]) -> Any:

@@ -30,7 +30,8 @@ def of_pickle(path: str, error: UnpicklingError) -> UnknownFormatError:
             f" {_OF_MODULES}"
         )
     return UnknownFormatError(
-        f"{path!r} holds more than data, and loading it may run anything: {first_sentence(error)}"
+        f"{path!r} holds more than data, and loading it may run anything: {first_sentence(error)};"
+        " if you trust it, save what torch.load(path, weights_only=False) gives, and load that"
     )
 
 

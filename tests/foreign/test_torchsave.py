@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime as dt
 import enum
 import errno
 import os
@@ -297,6 +298,25 @@ def test_what_torch_takes_from_nobody_is_refused_with_the_file_and_by_its_name(
         torch.save({"w": torch.ones(2), "x": value}, tmp_path / "x.pt")
         with pytest.raises(FormatError, match=f"more than data.*{re.escape(said)}"):
             sync.load(tmp_path / "x.pt", config=SMALL, select="w")
+
+
+class Zone(dt.tzinfo):
+    """Is made by way of an attribute, as those of zoneinfo are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).make, ()
+
+    @classmethod
+    def make(cls) -> Zone:
+        return cls()
+
+
+def test_what_torch_refuses_without_a_name_is_told_with_the_way_out(tmp_path: Path) -> None:
+    """And not with where some object of its own is in memory."""
+    torch.save({"w": torch.ones(2), "x": dt.datetime(2026, 1, 1, tzinfo=Zone())}, tmp_path / "x.pt")
+    said = r"more than data.*getattr object>; if you trust it, save what torch\.load\(.*, and"
+    with pytest.raises(FormatError, match=said):
+        sync.load(tmp_path / "x.pt", config=SMALL)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
