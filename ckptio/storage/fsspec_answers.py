@@ -206,7 +206,7 @@ def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool
         hidden: What must not be shown.
     """
     lines = f"{type(error).__name__}: {_shown(str(error), hidden)}".splitlines()
-    is_clean = all(_shown(str(part), hidden) == str(part) for part in _chain(error))
+    is_clean = all(_shown(text, hidden) == text for part in _chain(error) for text in _texts(part))
     if _is_forbidden(error):  # what is missing stands in the second line
         return RefusedError(" ".join(lines)[:_MAX_LENGTH]), is_clean
     if isinstance(error, FileNotFoundError):
@@ -272,6 +272,11 @@ def _chain(error: BaseException) -> list[BaseException]:
             left += [part.__cause__, part.__context__]
             left += part.exceptions if isinstance(part, BaseExceptionGroup) else ()
     return found
+
+
+def _texts(error: BaseException) -> tuple[str, ...]:
+    """Give what a traceback says of an error."""
+    return (str(error), *getattr(error, "__notes__", ()))
 
 
 def _status_of(error: Exception) -> int:

@@ -424,7 +424,7 @@ def test_what_is_secret_is_cut_out_of_what_a_failure_says() -> None:
         assert "AbC" not in answer.problem
 
 
-@pytest.mark.parametrize("kind", ["cause", "context", "member"])
+@pytest.mark.parametrize("kind", ["cause", "context", "member", "note"])
 def test_what_a_failure_came_from_is_not_shown_if_it_is_secret(kind: str) -> None:
     """A traceback shows all of it: a server's answer, say, behind a plain error."""
     inner = OSError("GET https://h/b?sv=1&sig=AbC%3D: 403")
@@ -435,8 +435,10 @@ def test_what_a_failure_came_from_is_not_shown_if_it_is_secret(kind: str) -> Non
     elif kind == "context":
         error.__context__ = inner
         inner.__context__ = error  # what is raised anew may come around
-    else:
+    elif kind == "member":
         error = ExceptionGroup("they failed", [ValueError("one"), inner])
+    else:
+        error.add_note(str(inner))
     assert not told(error)[1]
     assert told(ValueError("it failed"))[1]
 
