@@ -142,9 +142,9 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
     path, to = job.source.path, job.target.path
     try:
         try:
-            sent = await _Copy(job, context).run()
+            sent_nbytes = await _Copy(job, context).run()
         except _OvertakenError:
-            sent = None
+            sent_nbytes = None
         if note is not None:
             await _drop(note, job, context)
     except BaseException as error:
@@ -152,14 +152,14 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
         if note is not None:
             await shielded(note.release())
         raise
-    if sent is None:
-        return None
-    context.emit(
-        CopyCommitted(
-            path=path, to=to, save_id=job.save_id, sent_nbytes=sent, elapsed_s=job.elapsed_s()
+    if sent_nbytes is not None:
+        elapsed_s = job.elapsed_s()
+        context.emit(
+            CopyCommitted(
+                path=path, to=to, save_id=job.save_id, sent_nbytes=sent_nbytes, elapsed_s=elapsed_s
+            )
         )
-    )
-    return sent
+    return sent_nbytes
 
 
 async def _drop(note: Note, job: CopyJob, context: EngineContext) -> None:

@@ -34,6 +34,7 @@ import contextlib
 import ctypes
 import threading
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -138,7 +139,8 @@ async def gloo_link(
     Raises:
         PeerLostError: Not all ranks came in time.
     """
-    meeting = _Meeting(rank, world_size, address, own_host, timeout_s, peer_timeout_s)
+    answer_s = min(timeout_s, peer_timeout_s)
+    meeting = _Meeting(rank, world_size, address, own_host, timeout_s, answer_s)
     until_s = asyncio.get_running_loop().time() + timeout_s + peer_timeout_s
     thread = StoreThread(until_s, meeting.stop.set)
     try:
@@ -167,31 +169,22 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
 
 
+@dataclass(frozen=True, slots=True)
 class _Meeting:
     """How a rank finds the others, and is connected to them. All of it blocks.
 
-    Args are those of `gloo_link`.
-
-    Attributes:
+    Attributes (the others are arguments of `gloo_link`):
+        answer_s: For how long to wait for an answer of a rank that is there.
         stop: Set by whoever waits for this no longer.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        address: StoreAddress,
-        own_host: str,
-        timeout_s: float,
-        peer_timeout_s: float,
-    ) -> None:
-        self.stop = threading.Event()
-        self._rank = rank
-        self._world_size = world_size
-        self._address = address
-        self._own_host = own_host
-        self._timeout_s = timeout_s
-        self._answer = timedelta(seconds=min(timeout_s, peer_timeout_s))
+    rank: int
+    world_size: int
+    address: StoreAddress
+    own_host: str
+    timeout_s: float
+    answer_s: float
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def connect(self) -> _Group:
         """Wait for all other ranks, and connect to them.
@@ -199,28 +192,27 @@ class _Meeting:
         Raises:
             RuntimeError: They did not come, or were lost, or `stop` was set.
         """
-        host, port = self._address
-        store = c10d.TCPStore(
-            host, port, is_master=False, timeout=self._answer, wait_for_workers=False
-        )
-        self._wait(store)
+        host, port = self.address
+        answer = timedelta(seconds=self.answer_s)
+        store = c10d.TCPStore(host, port, is_master=False, timeout=answer, wait_for_workers=False)
+        self._await_all(store)
         gloo: Any = c10d.ProcessGroupGloo  # options are an argument that the stub leaves out
         options = gloo._Options()  # noqa: SLF001  # the name under which torch itself uses it
-        options._timeout = self._answer  # noqa: SLF001  # as above
-        options._devices = [gloo.create_device(hostname=self._own_host)]  # noqa: SLF001  # as above
+        options._timeout = answer  # noqa: SLF001  # as above
+        options._devices = [gloo.create_device(hostname=self.own_host)]  # noqa: SLF001  # as above
         options._threads = 1  # noqa: SLF001  # for collectives, which nobody calls
         shared = c10d.PrefixStore("ckptio", store)
-        group: _Group = gloo(shared, self._rank, self._world_size, options)
+        group: _Group = gloo(shared, self.rank, self.world_size, options)
         return group
 
-    def _wait(self, store: c10d.TCPStore) -> None:
+    def _await_all(self, store: c10d.TCPStore) -> None:
         """Wait until all ranks are there. By asking again and again: a store's wait has no end."""
-        until_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        until_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
         num_here = store.add("here", 1)
-        while num_here < self._world_size:
+        while num_here < self.world_size:
             if time.monotonic() > until_s:
-                missing = self._world_size - num_here
-                raise RuntimeError(f"{missing} of {self._world_size} ranks did not come in time")
+                missing = self.world_size - num_here
+                raise RuntimeError(f"{missing} of {self.world_size} ranks did not come in time")
             if self.stop.wait(pause_s):
                 raise RuntimeError("nobody waits for it any more")
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
