@@ -93,7 +93,8 @@ class CheckpointConfig:
             `local_replica_nbytes`, so that the same ranks later read one file each, their
             own, and another copy serves if a file is lost.
         local_replica_nbytes: See `replicate`.
-        exchange: Whether ranks that load the same bytes read them once and pass them on.
+        exchange: Whether ranks that load the same bytes read them once and pass them on. If they
+            are on several machines, each rank then listens on a free port during the load.
             `"auto"`: where that is faster. `"on"`: wherever two ranks want the same bytes.
             `"off"`: each rank reads for itself.
         peer_timeout_s: Seconds without a sign of life after which a rank is given up, with

@@ -48,11 +48,9 @@ class MemoryLinker:
     damaged_tags: set[int] = field(default_factory=set)
     networks: list[MemoryNetwork] = field(default_factory=list)
 
-    async def offer(
-        self, context: EngineContext, addresses: Sequence[str], stack: contextlib.AsyncExitStack
-    ) -> int:
+    def offer(self, context: EngineContext) -> int:
         """Make a network; see `engine.links.Linker`."""
-        del context, addresses
+        del context
         network = MemoryNetwork(
             self.world_size,
             seed=self.seed + len(self.networks),
@@ -61,16 +59,15 @@ class MemoryLinker:
             slab_nbytes=self.slab_nbytes,
         )
         network.damaged_tags |= self.damaged_tags
-        stack.callback(network.close)
         self.networks.append(network)
         return len(self.networks) - 1
 
     @contextlib.asynccontextmanager
     async def open(
-        self, offer: Any, context: EngineContext, own_address: str
+        self, offer: Any, context: EngineContext, session: object, path: str
     ) -> AsyncIterator[BulkLink]:
         """Give the link of a rank, and break the network when it is left."""
-        del own_address
+        del session, path
         network, rank = self.networks[offer], context.ranks.rank
         try:
             yield network.links[rank]
@@ -203,7 +200,9 @@ async def job(
             assert statistics.num_waiting == 0
             core.context.pool.close()
         assert all(twin.counts.num_open_sources == 0 for twin in storages)
-        assert all(network.num_under_way == 0 for network in linker.networks)
+        for network in linker.networks:
+            assert network.num_under_way == 0
+            network.close()
     assert asyncio.all_tasks() == before
 
 

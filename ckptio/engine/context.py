@@ -22,7 +22,7 @@ from ckptio.engine.resolver import Resolver
 from ckptio.engine.tier_line import CopyLine
 from ckptio.engine.turns import Line
 from ckptio.errors import StateError
-from ckptio.events import RanksAwaited, notify
+from ckptio.events import notify
 from ckptio.ranks.solo import SoloRanks
 from ckptio.storage.stores import Stores
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptio.events import Event, Observer
     from ckptio.format.manifest import Manifest
     from ckptio.plan.save import SavePlan
-    from ckptio.ranks.interface import Decide, Json, Ranks, Session
+    from ckptio.ranks.interface import Ranks
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
@@ -55,9 +55,6 @@ MAX_OPEN_FILES = 32
 #: Bytes of the page cache that are mapped at a time, at most: they count as memory of the
 #: process, and a load has its pool and this.
 _MAX_MAPPED_NBYTES = 64 * MiB
-#: Seconds after which it is said that other ranks are waited for, and said again.
-_PATIENCE_S = 10.0
-_REMIND_S = 60.0
 
 
 def num_cached_lanes(config: CheckpointConfig) -> int:
@@ -187,45 +184,6 @@ class EngineContext:
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""
         notify(self.observer, event)
-
-
-async def meet(
-    session: Session,
-    phase: str,
-    message: Json,
-    decide: Decide,
-    *,
-    path: str,
-    context: EngineContext,
-) -> Json:
-    """Go into a round of a session, and say so if others keep this rank waiting.
-
-    Args:
-        session: The session.
-        phase: As `Session.round` takes it, with what follows.
-        message: This rank's.
-        decide: Decides on rank 0.
-        path: What all this is about.
-        context: The engine's.
-    """
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-
-    timers: list[asyncio.TimerHandle] = []
-
-    def say() -> None:
-        waited_s, absent = loop.time() - began_s, tuple(session.absent())
-        context.emit(RanksAwaited(path=path, phase=phase, absent=absent, waited_s=waited_s))
-        if context.observer is None:
-            whom = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
-            _log.warning("%s: waiting for %s; every rank has to make this call", path, whom)
-        timers[:] = [loop.call_later(_REMIND_S, say)]
-
-    timers.append(loop.call_later(_PATIENCE_S, say))
-    try:
-        return await session.round(phase, message, decide)
-    finally:
-        timers[0].cancel()
 
 
 async def settle(pending: Sequence[PendingCopies], context: EngineContext, *, saving: bool) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 #: Lanes of a side for each reader of the engine: one in a read, one on its way to others.
 _LANES_PER_READER = 2
-#: Lanes of a side at the most. A link that takes threads has one for each lane of both.
+#: Lanes of a side at the most.
 _MAX_LANES = 16
 
 

@@ -4,6 +4,7 @@
               have is current
     a round   what each rank wants, and lacks; rank 0 plans who reads what for whom, where that
               pays, or ends the load where no rank has what the checkpoint has
+    a round   where each rank is reached, if they pass on what they read to other hosts
     a round   everybody is through
 
 Between the first and the second each rank matches its own target with the manifest and
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
 from ckptio._gc import without_collection
-from ckptio.engine.context import meet
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read
+from ckptio.engine.rounds import meet
 from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
 from ckptio.events import ExchangePlanned
 from ckptio.format.compose import encode_again
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ckptio.engine.exchange import SharedPart
     from ckptio.engine.landing import Reading
     from ckptio.errors import MismatchError
+    from ckptio.exchange.link import BulkLink
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
@@ -168,7 +170,7 @@ async def read_together(
             session,
             "want",
             message,
-            lambda messages: meeting.decide(messages, links),
+            meeting.decide,
             path=reading.storage.path,
             context=context,
         )
@@ -186,7 +188,8 @@ async def read_together(
                 context.ranks.rank,
             )
             announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
-            await _pass_on(part, reading, context, answer["link"], links)
+            opening = context.linker.open(answer["link"], context, session, reading.storage.path)
+            await _pass_on(part, reading, context, opening, links)
         if not answer["unclaimed"]:
             await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
     if answer["unclaimed"]:
@@ -201,7 +204,7 @@ async def _pass_on(
     part: SharedPart,
     reading: Reading,
     context: EngineContext,
-    offer: Json,
+    opening: contextlib.AbstractAsyncContextManager[BulkLink],
     links: contextlib.AsyncExitStack,
 ) -> None:
     """Read for all, and take from others, over a link that is left with `links`.
@@ -211,9 +214,7 @@ async def _pass_on(
         CheckpointError: The first failure on this rank.
     """
     try:
-        link = await links.enter_async_context(
-            context.linker.open(offer, context, context.ranks.address)
-        )
+        link = await links.enter_async_context(opening)
         await read_shared(part, reading, link, context)
     except PeerLostError:
         # a rank that failed, or died, has left the link: the group is about to hear of that,
@@ -240,7 +241,6 @@ class _Meeting:
             "runs": runs,
             "exchange": config.exchange,
             "slab_nbytes": config.slab_nbytes,
-            "address": self._context.ranks.address,
             "unclaimed": [_short(name) for name in self._unclaimed],
         }
 
@@ -254,9 +254,7 @@ class _Meeting:
             [(files[want.file].name, want.start, want.nbytes) for want in sample]
         )
 
-    async def decide(
-        self, messages: Sequence[Json], links: contextlib.AsyncExitStack
-    ) -> Sequence[Json] | Same:
+    async def decide(self, messages: Sequence[Json]) -> Sequence[Json] | Same:
         """Plan who reads what for whom, on rank 0; or let each rank read for itself."""
         if lacking := set.intersection(*(set(message["unclaimed"]) for message in messages)):
             return Same({"link": None, "unclaimed": sorted(lacking)})
@@ -267,11 +265,10 @@ class _Meeting:
             return Same({"link": None, "unclaimed": []})
         context = self._context
         plan, pays = await run_blocking(context.executor, self._plan, messages)
-        addresses = [message["address"] for message in messages]
-        offer = await context.linker.offer(context, addresses, links) if pays else None
-        self._say(plan, is_exchanged=offer is not None)
-        if offer is None:
+        self._say(plan, is_exchanged=pays)
+        if not pays:
             return Same({"link": None, "unclaimed": []})
+        offer = context.linker.offer(context)
         parts = await run_blocking(context.executor, plan.parts)
         answers = {id(units): {"link": offer, "units": units, "unclaimed": []} for units in parts}
         return [answers[id(units)] for units in parts]  # equal ones are one, and encoded once

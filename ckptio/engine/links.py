@@ -1,54 +1,50 @@
 """Open the link over which ranks pass on what they read, and say how the others open it.
 
-Ranks of one host share memory; others use gloo. A link lives for one exchange: a failure
+Ranks of one host share memory; others use TCP. A link lives for one exchange: a failure
 breaks it, and one that waits for the next load would keep memory and connections for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import TYPE_CHECKING, Protocol
 
+from ckptio.engine.rounds import meet
+from ckptio.exchange.ends import Address
 from ckptio.exchange.shared import shared_link
+from ckptio.exchange.tcp import listening, tcp_link
+from ckptio.ranks.interface import Same
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractAsyncContextManager, AsyncExitStack
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from ckptio.engine.context import EngineContext
     from ckptio.exchange.link import BulkLink
-    from ckptio.ranks.interface import Json
+    from ckptio.ranks.interface import Json, Session
 
 _MAX_SHARED_SLABS = 8
+_LOOPBACK = "127.0.0.1"
 
 
 class Linker(Protocol):
     """Makes links between the ranks of a job."""
 
-    async def offer(
-        self, context: EngineContext, addresses: Sequence[str], stack: AsyncExitStack
-    ) -> Json:
-        """Make on rank 0 what a link needs, for as long as `stack` is open; say what it is.
-
-        Args:
-            context: The engine.
-            addresses: Where each rank is reached; empty for one that is on rank 0's machine.
-            stack: Left after the exchange.
-
-        Returns:
-            What `open` takes, on every rank; `None` if there is no way to link them.
-        """
+    def offer(self, context: EngineContext) -> Json:
+        """Say on rank 0 how the ranks are linked: what `open` takes, on every rank."""
         ...
 
     def open(
-        self, offer: Json, context: EngineContext, own_address: str
+        self, offer: Json, context: EngineContext, session: Session, path: str
     ) -> AbstractAsyncContextManager[BulkLink]:
         """Open a link, on every rank.
 
         Args:
             offer: What rank 0 offers.
             context: The engine.
-            own_address: Where the others reach this rank; that of rank 0 if empty.
+            session: Of all ranks; a round more of it tells them how they are reached.
+            path: What is loaded.
 
         Raises:
             PeerLostError: Not all ranks came in time.
@@ -57,46 +53,56 @@ class Linker(Protocol):
 
 
 class HostLinker:
-    """Links ranks through memory where they are on one host, and by gloo where not."""
+    """Links ranks through memory where they are on one host, and by TCP where not."""
 
-    async def offer(
-        self, context: EngineContext, addresses: Sequence[str], stack: AsyncExitStack
-    ) -> Json:
-        """Make on rank 0 what a link needs; see `Linker`."""
-        if len(set(context.ranks.hosts)) == 1:
-            return {"token": secrets.token_hex(16)}
-        from ckptio.exchange.gloo import is_available, serve_store  # noqa: PLC0415  # imports torch
-
-        own = next((address for address in addresses if address), "")
-        if not own or not is_available():
-            return None
-        address = await stack.enter_async_context(serve_store(own, context.config.meet_timeout_s))
-        return {"host": address.host, "port": address.port}
+    def offer(self, context: EngineContext) -> Json:
+        """Say on rank 0 how the ranks are linked; see `Linker`."""
+        is_one_host = len(set(context.ranks.hosts)) == 1
+        return {"way": "memory" if is_one_host else "tcp", "token": secrets.token_hex(16)}
 
     def open(
-        self, offer: Json, context: EngineContext, own_address: str
+        self, offer: Json, context: EngineContext, session: Session, path: str
     ) -> AbstractAsyncContextManager[BulkLink]:
         """Open a link, on every rank; see `Linker`."""
+        if offer["way"] == "tcp":
+            return _over_tcp(offer["token"], context, session, path)
         ranks, config = context.ranks, context.config
-        if "token" in offer:
-            # twice the readers: one slab is read into while another is on its way
-            num_slabs = min(_MAX_SHARED_SLABS, max(2, config.num_slabs // 2), 2 * config.max_reads)
-            return shared_link(
-                ranks.rank,
-                ranks.world_size,
-                offer["token"],
-                num_slabs=num_slabs,
-                slab_nbytes=config.slab_nbytes,
-                timeout_s=config.meet_timeout_s,
-            )
-        from ckptio.exchange.gloo import StoreAddress, gloo_link  # noqa: PLC0415  # imports torch
-
-        address = StoreAddress(offer["host"], offer["port"])
-        return gloo_link(
+        # twice the readers: one slab is read into while another is on its way
+        num_slabs = min(_MAX_SHARED_SLABS, max(2, config.num_slabs // 2), 2 * config.max_reads)
+        return shared_link(
             ranks.rank,
             ranks.world_size,
-            address,
-            own_address or address.host,
-            config.meet_timeout_s,
-            peer_timeout_s=config.peer_timeout_s,
+            offer["token"],
+            num_slabs=num_slabs,
+            slab_nbytes=config.slab_nbytes,
+            timeout_s=config.meet_timeout_s,
         )
+
+
+@contextlib.asynccontextmanager
+async def _over_tcp(
+    token: str, context: EngineContext, session: Session, path: str
+) -> AsyncIterator[BulkLink]:
+    """Open a door, tell all ranks where the doors are, and link them."""
+    ranks = context.ranks
+    with listening(ranks.world_size) as door:
+        own = [ranks.address, door.getsockname()[1]]
+        doors = await meet(session, "doors", own, _reached, path=path, context=context)
+        async with tcp_link(
+            ranks.rank,
+            [Address(host, port) for host, port in doors],
+            token,
+            door,
+            timeout_s=context.config.peer_timeout_s,
+        ) as link:
+            yield link
+
+
+async def _reached(doors: Sequence[Json]) -> Same:
+    """Say where each rank is called. One without an address is where rank 0 is.
+
+    If no rank has one, all of them reach rank 0 over the loopback interface, and each other, too:
+    they have names of several hosts, as containers do, and one network.
+    """
+    near = doors[0][0] or _LOOPBACK
+    return Same([[host or near, port] for host, port in doors])

@@ -33,9 +33,9 @@ import msgspec
 
 from ckptio._aio import GRACE_S, outlive, run_blocking, shielded, take_back_cancel
 from ckptio.engine.attempt_end import end_attempt
-from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
 from ckptio.engine.doubt import OF_THE_PATH, doubt_of
+from ckptio.engine.rounds import meet
 from ckptio.engine.save import SaveReceipt, announce, plan_files
 from ckptio.engine.turns import place_for
 from ckptio.engine.write import write_buckets

@@ -23,7 +23,7 @@ from ckptio.errors import PeerLostError, RankError, RankFormatError, name_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: A longer frame is refused before it is read.
 MAX_FRAME_NBYTES = 1 << 30
 #: The same for a peer that has not said who it is.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptio import PerRank, Shard
 from ckptio.config import KiB
-from ckptio.engine import context
+from ckptio.engine import rounds
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -551,7 +551,7 @@ def test_who_waits_for_others_hears_of_it(
 
     No more once they have; and the log need not say what the observer is told.
     """
-    monkeypatch.setattr(context, "_REMIND_S", 20.0)
+    monkeypatch.setattr(rounds, "_REMIND_S", 20.0)
     log = EventLog()
     full = full_state(0)
 

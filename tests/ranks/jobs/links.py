@@ -18,8 +18,9 @@ from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.landing import Reading
-from ckptio.exchange.gloo import StoreAddress, gloo_link, serve_store
+from ckptio.exchange.ends import Address
 from ckptio.exchange.shared import shared_link
+from ckptio.exchange.tcp import listening, tcp_link
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.exchange import block_runs, decode_part, plan_exchange
 from ckptio.plan.load import Wanted
@@ -39,21 +40,16 @@ TIMEOUT_S = 30.0
 CONFIG = CheckpointConfig(block_nbytes=4 * KiB, slab_nbytes=64 * KiB, pool_nbytes=256 * KiB)
 
 
-@contextlib.asynccontextmanager
-async def address_of(me: Me) -> AsyncIterator[StoreAddress]:
-    """Serve a store on rank 0, and tell the others its port through the job's."""
-    told = TCPStore(
+def told_to_all(me: Me, port: int) -> list[int]:
+    """Tell the others a port through the job's store, and hear theirs."""
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    if me.rank:
-        yield StoreAddress(LOOPBACK, int(told.get("port")))
-        return
-    async with serve_store(LOOPBACK, TIMEOUT_S) as address:
-        told.set("port", str(address.port))
-        yield address
+    store.set(f"port {me.rank}", str(port))
+    return [int(store.get(f"port {rank}")) for rank in range(me.world_size)]
 
 
 async def load(me: Me, link: BulkLink, directory: Path) -> int:
@@ -113,22 +109,18 @@ async def meet(me: Me, link: BulkLink) -> None:
 
 @contextlib.asynccontextmanager
 async def link_of(me: Me, kind: str) -> AsyncIterator[BulkLink]:
-    async with address_of(me) as address:
-        if kind == "gloo":
-            async with gloo_link(
-                me.rank,
-                me.world_size,
-                address,
-                LOOPBACK,
-                TIMEOUT_S,
-                peer_timeout_s=TIMEOUT_S,
-            ) as gloo:
-                yield gloo
+    with listening(me.world_size) as door:
+        ports = told_to_all(me, door.getsockname()[1])
+        token = f"{ports[0]:032}"
+        if kind == "tcp":
+            addresses = [Address(LOOPBACK, port) for port in ports]
+            async with tcp_link(me.rank, addresses, token, door, timeout_s=TIMEOUT_S) as tcp:
+                yield tcp
         else:
             async with shared_link(
                 me.rank,
                 me.world_size,
-                f"{SAVE_IDS[0]}-{address.port}",
+                f"{SAVE_IDS[0]}-{token}",
                 num_slabs=3,
                 slab_nbytes=CONFIG.slab_nbytes,
                 timeout_s=TIMEOUT_S,

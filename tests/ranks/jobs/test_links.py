@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LOAD = "tests.ranks.jobs.links:load_together"
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shared"])
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
 def test_two_processes_load_each_byte_once(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     """Over files in a directory: each reads half of them, and has all."""
     read = jobs.run(2, LOAD, kind=kind, path=str(tmp_path))
@@ -25,7 +25,7 @@ def test_two_processes_load_each_byte_once(jobs: Jobs, tmp_path: Path, kind: str
     assert max(read) <= 1.1 * sum(read) / 2
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shared"])
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
 def test_a_process_that_dies_is_noticed_at_once(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     """The other raises `PeerLostError` and leaves nothing behind."""
     stop = Stop(1, "linked", "kill")

@@ -1,0 +1,461 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.config import KiB, MiB
+from ckptio.errors import PeerLostError
+from ckptio.exchange.ends import Address, hello
+from ckptio.exchange.tcp import TcpLink, listening, tcp_link
+from ckptio.staging.pool import Slab
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 20.0
+TOKEN = "0123456789abcdef" * 2
+#: More than the sockets of a connection hold.
+HUGE = 64 * MiB
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def address_of(listener: socket.socket, host: str = LOOPBACK) -> Address:
+    return Address(host, listener.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def links(num_ranks: int, host: str = LOOPBACK) -> AsyncIterator[list[TcpLink]]:
+    """Open the links of all ranks, in one process; what carries them are real sockets."""
+    before = descriptors()
+    async with contextlib.AsyncExitStack() as stack:
+        doors = [stack.enter_context(listening(num_ranks)) for _ in range(num_ranks)]
+        addresses = [address_of(door, host) for door in doors]
+        yield [
+            await stack.enter_async_context(
+                tcp_link(rank, addresses, TOKEN, door, timeout_s=TIMEOUT_S)
+            )
+            for rank, door in enumerate(doors)
+        ]
+    assert descriptors() <= before
+
+
+@contextlib.contextmanager
+def slab_of(data: bytes = b"", nbytes: int = 0) -> Iterator[Slab]:
+    """Lend a slab, and see that nothing refers to its memory afterwards."""
+    slab = Slab(max(4 * KiB, -(-max(len(data), nbytes) // 4096) * 4096))
+    slab.view[: len(data)] = data
+    try:
+        yield slab
+    finally:
+        slab.close()
+    assert slab._map.closed
+
+
+async def take(link: TcpLink, rank: int, tag: int, nbytes: int) -> bytes:
+    with slab_of(nbytes=nbytes) as room:
+        async with link.receive(rank, tag, room, nbytes) as slab:
+            assert slab is room
+            return bytes(slab.view[:nbytes])
+
+
+async def give(link: TcpLink, ranks: list[int], tag: int, data: bytes) -> None:
+    with slab_of(data) as slab:
+        await link.send(ranks, tag, slab, len(data))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "::1"])
+async def test_messages_find_their_way_by_their_tags(host: str) -> None:
+    """To several takers, from several senders at a time, in whatever order they are taken."""
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    async with links(3, host) as (a, b, c):
+        data = {tag: os.urandom(1 + tag * 300 * KiB) for tag in range(5)}
+        async with asyncio.TaskGroup() as group:
+            for tag in range(5):
+                group.create_task(give(a, [1, 2], tag, data[tag]))
+                group.create_task(give(b, [0], tag, data[tag][::-1]))
+            takes = [
+                group.create_task(take(link, 0, tag, len(data[tag])))
+                for link in (b, c)
+                for tag in (3, 0, 4, 2, 1)
+            ]
+            back = [group.create_task(take(a, 1, tag, len(data[tag]))) for tag in (4, 1, 0, 2, 3)]
+        assert [t.result() for t in takes] == [data[tag] for tag in (3, 0, 4, 2, 1)] * 2
+        assert [t.result() for t in back] == [data[tag][::-1] for tag in (4, 1, 0, 2, 3)]
+
+
+async def test_a_message_without_room_keeps_no_other_waiting() -> None:
+    """It is offered first, and is more than the sockets take: it goes when it is asked for."""
+    huge = os.urandom(MiB) * (HUGE // MiB)
+    async with links(2) as (a, b):
+        first = asyncio.create_task(give(a, [1], 1, huge))
+        second = asyncio.create_task(give(a, [1], 2, b"small"))
+        assert await take(b, 0, 2, 5) == b"small"
+        await second
+        assert not first.done()
+        assert await take(b, 0, 1, HUGE) == huge
+        await first
+
+
+async def test_a_slab_is_the_senders_again_when_all_of_it_has_gone() -> None:
+    """And not before: what is still to go is read from it."""
+    async with links(3) as (a, b, c):
+        with slab_of(nbytes=HUGE) as slab:
+            sending = asyncio.create_task(a.send([1, 2], 1, slab, HUGE))
+            await take(b, 0, 1, HUGE)
+            assert not sending.done()
+            slab.view[-1] = 7
+            assert (await take(c, 0, 1, HUGE))[-1] == 7
+            await sending
+
+
+async def test_a_cancelled_wait_ends_at_once_and_breaks_the_link() -> None:
+    """Its memory is free by then, and whoever waits for the rank hears of it."""
+    async with links(3) as (a, b, c):
+        waiting = asyncio.create_task(take(b, 0, 7, MiB))
+        others = [asyncio.create_task(take(c, 1, 8, 10)), asyncio.create_task(take(a, 1, 9, 10))]
+        await until(lambda: {0, 2} <= {r for r, o in b._outlets.items() if o._asked})
+        waiting.cancel()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(PeerLostError, match="broken off before"):
+                await give(b, [0], 1, b"x")
+            for other in others:
+                with pytest.raises(PeerLostError, match="exchange with rank 1") as caught:
+                    await other
+                assert caught.value.ranks == (1,)
+
+
+async def test_a_rank_is_not_blamed_for_what_a_cancellation_ended() -> None:
+    """That ends all other waits, too: none of them broke the exchange off."""
+    async with links(2) as (a, _):
+        waits = [
+            asyncio.create_task(take(a, 1, 7, 10)),
+            asyncio.create_task(take(a, 1, 8, 10)),
+            asyncio.create_task(give(a, [1], 9, b"x")),
+        ]
+        await until(lambda: bool(a._outlets))
+        waits[0].cancel()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await asyncio.wait(waits)
+        for ended in waits[1:]:
+            with pytest.raises(PeerLostError, match="broken off before") as raised:
+                await ended
+            assert raised.value.ranks == ()
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await give(a, [1], 1, b"x")
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await take(a, 1, 1, 1)
+
+
+async def test_one_lost_taker_ends_a_message_for_the_other_too() -> None:
+    """A send to two, of which one has gone: the slab is free when it raises."""
+    async with links(3) as (a, b, c):
+        waiting = asyncio.create_task(take(c, 0, 1, HUGE))
+        sending = asyncio.create_task(give(a, [1, 2], 1, bytes(HUGE)))
+        refused = asyncio.create_task(take(b, 0, 2, 1))
+        await until(lambda: bool(a._outlets) and bool(a._outlets[1]._asked))
+        b.break_off()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            with pytest.raises(PeerLostError, match="exchange with rank 1 broke") as raised:
+                await sending
+            assert raised.value.ranks == (1,)
+            with pytest.raises(PeerLostError, match="exchange with rank 0 broke"):
+                await waiting
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await refused
+
+
+async def test_who_has_gone_is_missed_by_whoever_comes_later() -> None:
+    """Nobody waited for it. What needs others only goes on, and ends when something needs it."""
+    async with links(3) as (a, b, c):
+        moved = asyncio.create_task(take(b, 0, 1, 1))
+        await give(a, [1], 1, b"x")
+        await moved
+        b.break_off()
+        await until(lambda: 1 in a._lost)
+        moved = asyncio.create_task(take(c, 0, 1, 1))
+        await give(a, [2], 1, b"x")
+        await moved
+        waiting = asyncio.create_task(take(a, 2, 1, 1))
+        await asyncio.sleep(0)
+        for attempt in (give(a, [2, 1], 2, b"x"), take(a, 1, 2, 1), give(a, [2], 3, b"x")):
+            with pytest.raises(PeerLostError, match="with rank 1 broke off: its conn") as raised:
+                await attempt
+            assert raised.value.ranks == (1,)
+        with pytest.raises(PeerLostError, match="exchange with rank 1 broke off"):
+            await waiting
+
+
+class Peer:
+    """Rank 1, as bytes on sockets, beside a link of rank 0."""
+
+    def __init__(self, stack: contextlib.ExitStack, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stack = stack
+        self._listener = listener
+
+    async def called(self) -> socket.socket:
+        """Be called by rank 0, which says hello."""
+        connection, _ = await self._loop.sock_accept(self._listener)
+        self._stack.enter_context(connection)
+        assert await self.read(connection, 52) == hello(TOKEN.encode(), 0)
+        return connection
+
+    async def call(self, door: Address, said: bytes) -> socket.socket:
+        """Call rank 0, and say something."""
+        connection = self._stack.enter_context(socket.socket())
+        connection.settimeout(0)
+        await self._loop.sock_connect(connection, door)
+        await self._loop.sock_sendall(connection, said)
+        return connection
+
+    async def read(self, connection: socket.socket, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = await self._loop.sock_recv(connection, nbytes - len(data))
+            if not piece:
+                raise EOFError(data)
+            data += piece
+        return data
+
+    async def say(self, connection: socket.socket, data: bytes) -> None:
+        await self._loop.sock_sendall(connection, data)
+
+    async def has_ended(self, connection: socket.socket) -> bool:
+        with contextlib.suppress(ConnectionResetError):
+            while await self._loop.sock_recv(connection, MiB):
+                pass
+        return True
+
+
+@contextlib.asynccontextmanager
+async def link_and_peer() -> AsyncIterator[tuple[TcpLink, Address, Peer]]:
+    before = descriptors()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
+        listener.settimeout(0)
+        door = stack.enter_context(listening(2))
+        addresses = [address_of(door), address_of(listener)]
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link,
+        ):
+            yield link, addresses[0], Peer(stack, listener)
+    assert descriptors() <= before
+
+
+ASK = struct.Struct("<I")
+HEAD = struct.Struct("<IQ")
+
+
+async def test_what_goes_over_the_wire() -> None:
+    """In whatever pieces it comes."""
+    async with link_and_peer() as (link, door, peer):
+        taking = asyncio.create_task(take(link, 1, 258, 5))
+        called = await peer.called()
+        assert await peer.read(called, 4) == ASK.pack(258)
+        for byte in HEAD.pack(258, 5) + b"hello":
+            await peer.say(called, bytes([byte]))
+            await asyncio.sleep(0)
+        assert await taking == b"hello"
+        giving = asyncio.create_task(give(link, [1], 77, b"back"))
+        calling = await peer.call(door, b"")
+        for byte in hello(TOKEN.encode(), 1) + ASK.pack(77):
+            await peer.say(calling, bytes([byte]))
+            await asyncio.sleep(0)
+        assert await peer.read(calling, 16) == HEAD.pack(77, 4) + b"back"
+        await giving
+
+
+@pytest.mark.parametrize("ends", ["taking is cancelled", "giving is cancelled", "peer goes"])
+async def test_who_is_in_the_middle_of_a_message_ends_with_the_link(ends: str) -> None:
+    """Both ways; nothing refers to the memory of slabs then, and nothing waits."""
+    async with link_and_peer() as (link, door, peer):
+        taking = asyncio.create_task(take(link, 1, 1, HUGE))
+        giving = asyncio.create_task(give(link, [1], 1, bytes(HUGE)))
+        called = await peer.called()
+        await peer.say(called, HEAD.pack(1, HUGE) + bytes(MiB))
+        calling = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
+        await peer.read(calling, MiB)
+        await until(lambda: link._inlets[1]._tag == 1)
+        if ends == "peer goes":
+            calling.close()
+        else:
+            (taking if ends.startswith("taking") else giving).cancel()
+        done, _ = await asyncio.wait((taking, giving), timeout=TIMEOUT_S / 2)
+        assert len(done) == 2
+        for task, own_end in ((taking, "taking is cancelled"), (giving, "giving is cancelled")):
+            if ends == own_end:
+                assert task.cancelled()
+            else:
+                why = "with rank 1 broke off" if ends == "peer goes" else "broken off before"
+                with pytest.raises(PeerLostError, match=why):
+                    await task
+        if ends != "peer goes":
+            assert await peer.has_ended(calling)
+        assert await peer.has_ended(called)
+
+
+async def test_what_has_come_is_taken_though_the_rank_has_gone() -> None:
+    """It leaves when it is through, and its other connection may tell of that first."""
+    async with link_and_peer() as (link, door, peer):
+        giving = asyncio.create_task(give(link, [1], 1, b"x"))
+        calling = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
+        await giving
+        taking = asyncio.create_task(take(link, 1, 1, 1))
+        called = await peer.called()
+        calling.close()
+        await until(lambda: 1 in link._lost)
+        await peer.say(called, HEAD.pack(1, 1) + b"y")
+        called.close()
+        assert await taking == b"y"
+
+
+async def test_nor_is_a_rank_waited_for_that_has_gone_before_it_called() -> None:
+    """Its other connection tells of that, as none of its own can."""
+    async with link_and_peer() as (link, _, peer):
+        giving = asyncio.create_task(give(link, [1], 1, b"x"))
+        taking = asyncio.create_task(take(link, 1, 1, 1))
+        called = await peer.called()
+        await peer.say(called, HEAD.pack(1, 1) + b"y")
+        assert await taking == b"y"
+        called.close()
+        with pytest.raises(PeerLostError, match="exchange with rank 1 broke off"):
+            await giving
+
+
+@pytest.mark.parametrize(
+    "said", [HEAD.pack(1, 4), HEAD.pack(2, 5), HEAD.pack(1, 2**63), HEAD.pack(1, 5) + b"12345" * 9]
+)
+async def test_what_is_not_what_was_planned_is_refused(said: bytes) -> None:
+    """Another size, another message, or more than one: the rest of a slab stays as it is."""
+    async with link_and_peer() as (link, _, peer):
+        with slab_of(b"." * 100) as room:
+
+            async def land() -> None:
+                async with link.receive(1, 1, room, 5):
+                    pass
+                await take(link, 1, 3, 1)
+
+            taking = asyncio.create_task(land())
+            called = await peer.called()
+            await peer.say(called, said)
+            with pytest.raises(PeerLostError, match="rank 1 broke off: it sent something else"):
+                await taking
+            assert bytes(room.view[5:100]) == b"." * 95
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(99),
+        hello(TOKEN.encode(), 1)[:-1],
+        hello(TOKEN[::-1].encode(), 1),
+        hello(TOKEN.encode(), 2),
+        b"C" + hello(TOKEN.encode(), 1)[1:],
+    ],
+)
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_stranger_at_the_door_does_no_harm(said: bytes, *, stays: bool) -> None:
+    """Who says nothing, or something else, is let go, at the latest when the link is left."""
+    async with link_and_peer() as (link, door, peer):
+        stranger = await peer.call(door, said)
+        if not stays:
+            stranger.close()
+        giving = asyncio.create_task(give(link, [1], 1, b"x"))
+        calling = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
+        again = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
+        assert await peer.has_ended(again)
+        assert await peer.read(calling, 13) == HEAD.pack(1, 1) + b"x"
+        await giving
+        if stays and len(said) >= 52:
+            assert await peer.has_ended(stranger)
+
+
+class FullDoor(socket.socket):
+    """Somebody calls, and no more files can be opened."""
+
+    num_tries = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_who_cannot_answer_says_so_once() -> None:
+    """It would be tried without end, as somebody still calls."""
+    with FullDoor() as door, socket.socket() as caller:
+        door.settimeout(0)
+        door.bind((LOOPBACK, 0))
+        door.listen()
+        addresses = [address_of(door)] * 2
+        async with tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link:
+            giving = asyncio.create_task(give(link, [1], 1, b"x"))
+            caller.connect(addresses[0])
+            with pytest.raises(PeerLostError, match="cannot be answered: Too many open") as raised:
+                await giving
+            assert raised.value.ranks == ()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert door.num_tries == 1
+
+
+async def test_a_rank_that_is_not_there_is_named_with_its_address() -> None:
+    """At once where somebody says so; and what would do without it."""
+    with listening(2) as door, socket.create_server((LOOPBACK, 0)) as listener:
+        addresses = [address_of(door), address_of(listener)]
+        listener.close()
+        async with tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link:
+            with pytest.raises(
+                PeerLostError, match=r"(?s)rank 1 .*refused.*exchange=.off"
+            ) as raised:
+                await take(link, 1, 1, 1)
+    assert raised.value.ranks == (1,)
+    assert f"{LOOPBACK}, port {addresses[1].port}" in str(raised.value)
+
+
+async def test_nor_is_one_waited_for_that_never_answers() -> None:
+    """As behind a firewall that says nothing; here, where nobody takes who calls."""
+    with (
+        listening(2) as door,
+        socket.create_server((LOOPBACK, 0), backlog=0) as listener,
+        contextlib.ExitStack() as crowd,
+    ):
+        addresses = [address_of(door), address_of(listener)]
+        for _ in range(3):
+            waiting = crowd.enter_context(socket.socket())
+            waiting.settimeout(0)
+            waiting.connect_ex(addresses[1])
+        before = descriptors()
+        async with tcp_link(0, addresses, TOKEN, door, timeout_s=0.01) as link:
+            with pytest.raises(PeerLostError, match=r"no answer within 0\.01 s"):
+                await take(link, 1, 1, 1)
+            assert descriptors() == before
+        async with asyncio.timeout(TIMEOUT_S):
+            with listening(2) as other:
+                async with tcp_link(0, addresses, TOKEN, other, timeout_s=1e6) as link:
+                    taking = asyncio.create_task(take(link, 1, 1, 1))
+                    await until(lambda: bool(link._inlets))
+                    taking.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await taking
