@@ -74,6 +74,8 @@ def test_ranks_of_two_hosts_save_and_load(apart: Jobs, hosts: Hosts, tmp_path: P
     assert len(set(found[:2])) == len(set(found[2:])) == 1
     assert [name in host for name, host in zip(hosts.names, found[1:3], strict=True)] == [True] * 2
     check_same(ckptio.sync.load(path), plain_state())
+    seen = apart.run(4, "tests.ranks.jobs.together:load_once", path=str(path))
+    assert seen == [[True, True], [], [], []]
 
 
 def test_a_cut_cable_is_noticed_on_both_sides(apart: Jobs, hosts: Hosts, tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def lose_one(jobs: Jobs, path: Path, world_size: int, stop: Stop) -> None:
     assert_tidy(path)
 
 
+@pytest.mark.parametrize("host", ["", "container"])
+def test_ranks_load_what_one_of_them_reads(jobs: Jobs, tmp_path: Path, host: str) -> None:
+    """Through memory that they share, and over TCP as ranks in containers of one machine."""
+    ckptio.sync.save(plain_state(), tmp_path / "c", config=config())
+    path = str(tmp_path / "c")
+    assert jobs.run(3, f"{HERE}:load_once", path=path, host=host) == [[True, True], [], []]
+
+
 @pytest.mark.parametrize(
     ("rank", "point", "how"),
     [

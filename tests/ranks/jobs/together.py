@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+import ckptio
+from ckptio.events import ExchangePlanned
+from ckptio.ranks import join
 from tests.ranks.jobs.work import (
     check_same,
+    config,
     engine,
     plain_state,
     process_group,
@@ -18,6 +22,7 @@ from tests.ranks.jobs.work import (
 )
 
 if TYPE_CHECKING:
+    from ckptio.events import Event
     from tests.ranks.jobs.worker import Me
 
 
@@ -46,6 +51,36 @@ def load_stopped(me: Me, path: str) -> None:
             check_same(target, plain_state(seed=1))
 
     asyncio.run(work())
+
+
+def load_once(me: Me, path: str, host: str = "") -> list[bool]:
+    """Load what was saved, each byte read by one rank and passed on.
+
+    Args:
+        me: This rank.
+        path: The checkpoint.
+        host: What ranks take their hosts for, with their own numbers; the true ones if empty.
+
+    Returns:
+        Whether bytes were passed on, for each load; on rank 0, which plans it.
+    """
+    if host:
+        vars(join)["this_host"] = lambda: f"{host}-{me.rank}"
+    seen: list[bool] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ExchangePlanned):
+            seen.append(event.is_exchanged)
+
+    async def work() -> None:
+        async with ckptio.Engine(config(exchange="on"), observer=observe) as ours:
+            for _ in range(2):
+                target = zeros_like(plain_state())
+                await ours.load(path, target)
+                check_same(target, plain_state())
+
+    asyncio.run(work())
+    return seen
 
 
 def save_while_training(me: Me, path: str) -> int:
