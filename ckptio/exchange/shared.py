@@ -149,31 +149,46 @@ class SharedLink:
             listener.settimeout(0)
             listener.bind(f"\0ckptio-{token}-{self._rank}")
             listener.listen(world_size)
-            for other in range(self._rank):
-                await self._meet(await _call(f"\0ckptio-{token}-{other}"), descriptor)
             all_here = asyncio.Event()
             async with Siblings() as group:
-                answering = self._answer(listener, descriptor, world_size, all_here)
-                door = group.create_task(answering, name="answer the door")
+                meeting = self._meet_all(listener, world_size, token, descriptor, all_here)
+                task = group.create_task(meeting, name="meet ranks")
                 await all_here.wait()
-                door.cancel()
+                task.cancel()
 
-    async def _answer(
-        self, listener: socket.socket, descriptor: int, world_size: int, all_here: asyncio.Event
+    async def _meet_all(
+        self,
+        listener: socket.socket,
+        world_size: int,
+        token: str,
+        descriptor: int,
+        all_here: asyncio.Event,
     ) -> None:
-        """Meet whoever calls, each in a task of its own: one that says nothing keeps no other."""
+        """Call some and answer others, each in a task of its own: who says nothing keeps no other.
+
+        Whoever comes to the door has the task that let them in: it closes what it does not keep.
+        """
 
         async def meet(connection: socket.socket) -> None:
             await self._meet(connection, descriptor)
             if len(self._sockets) == world_size - 1:
                 all_here.set()
 
+        async def call(other: int) -> None:
+            await meet(await _call(f"\0ckptio-{token}-{other}"))
+
+        async def answer() -> None:
+            await _readable(listener)
+            connection, _ = listener.accept()
+            group.create_task(answer(), name="answer the door")
+            await meet(connection)
+
         if len(self._sockets) == world_size - 1:
             all_here.set()
         async with Siblings() as group:
-            while True:
-                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-                group.create_task(meet(connection), name="meet a rank")
+            for other in range(self._rank):
+                group.create_task(call(other), name=f"call rank {other}")
+            group.create_task(answer(), name="answer the door")
 
     async def _meet(self, connection: socket.socket, descriptor: int) -> None:
         """Exchange ranks and memory over a new connection; drop it if it is another user's."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import uuid
@@ -156,3 +157,49 @@ async def test_a_stranger_at_the_door_does_no_harm(*, stays: bool) -> None:
         async with asyncio.timeout(TIMEOUT_S / 2), asyncio.TaskGroup() as group:
             group.create_task(hold(1))
             await first
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+async def test_a_rank_that_is_called_and_says_nothing_alone_is_named(frozen: int) -> None:
+    """Whoever waits for it meets the others meanwhile, and they meet that one."""
+    token = uuid.uuid4().hex
+
+    async def missed_by(rank: int) -> Sequence[int]:
+        with pytest.raises(PeerLostError, match="did not come") as caught:
+            async with shared_link(
+                rank, 4, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S / 20
+            ):
+                raise AssertionError("not all have come")
+        return caught.value.ranks
+
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"\0ckptio-{token}-{frozen}")
+        door.listen(4)
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(missed_by(rank)) for rank in range(4) if rank != frozen]
+    assert [task.result() for task in waiting] == [(frozen,)] * 3
+
+
+async def test_who_comes_to_the_door_as_it_closes_is_let_go() -> None:
+    """No connection is left to Python's collector, nor to a handler of the loop's errors."""
+    token, is_over = uuid.uuid4().hex, asyncio.Event()
+    unhandled: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: unhandled.append(said))
+
+    async def hold(rank: int) -> None:
+        async with shared_link(rank, 2, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S):
+            is_over.set()
+
+    async def knock() -> None:
+        with contextlib.ExitStack() as strangers:
+            while not is_over.is_set():
+                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.settimeout(0)
+                stranger.connect_ex(f"\0ckptio-{token}-0")
+                await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for step in (hold(0), hold(1), knock()):
+            group.create_task(step)
+    gc.collect()  # what was left says so now
+    assert not unhandled
