@@ -6,8 +6,8 @@ Above it they are of a run that went back, by other means than `Checkpointer.loa
 save is left out on their account. What was never listed is not known: at worst a save too many.
 
 A run that goes back later is known by what it discards, or by the first step asked for after
-loads: if that is below the last one that counted, the highest of those that were loaded, and are
-not above it, counts. What else was loaded was only looked at.
+loads: if that is not above the last one that counted, the highest of those that were loaded, and
+are not above it, counts. What else was loaded was only looked at.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ class Pace:
         if self._last is None:
             self._last = max((found for found in self._found if found <= step), default=0)
         seen, self._seen = [seen for seen in self._seen if seen <= step], frozenset()
-        if seen and step < self._last:
+        if seen and step <= self._last:
             self._last = max(seen)
         return self._every is not None and self._every.is_due(step, self._last)

@@ -77,6 +77,20 @@ def test_a_run_that_goes_back_later_counts_from_what_it_loads() -> None:
     assert due(made, 910, 707, 805, 1001) == [1001]
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_that_goes_back_by_one_save_makes_it_again(steps: int) -> None:
+    """It asks where it may save alone, as after each epoch: first of all about the last one."""
+    made = pace(steps=steps)
+    for step in range(steps, 10, steps):
+        assert due(made, step) == [step]
+        made.saved(step)
+    made.loaded(9 - steps)
+    assert due(made, 9) == [9]
+    made.saved(9)
+    made.loaded(9)  # only looked at
+    assert due(made, 9) == []
+
+
 @pytest.mark.parametrize("others", [[900], [602], [602, 900]])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_run_that_goes_back_may_look_at_other_steps(others: list[int], *, is_first: bool) -> None:
