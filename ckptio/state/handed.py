@@ -153,7 +153,7 @@ class Handed:
         """
         own: set[int] = set()
         for key, value in template.items():
-            if self._is_new(str(key)):
+            if self._is_new(join_fqn("", key)):
                 _note_own(value, own)
         return self._apart(values, own)  # type: ignore[no-any-return]  # a dict like it
 

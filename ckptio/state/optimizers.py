@@ -222,7 +222,7 @@ def template_of(
         parameters = parameters_by_name(fqn, target, node, keep)
         kept = {}
         for key, item in made.items():
-            found = stored.get(key) or stored.get(str(key))
+            found = stored.get(key) or stored.get(join_fqn("", key))
             parameter = parameters.get(join_fqn(join_fqn(fqn, "state"), key))
             shape = None if parameter is None or is_of_torch(target) else tuple(parameter.shape)
             if found is not None:
@@ -251,7 +251,7 @@ def _like(
     stored = members_of("", node)
     kept: dict[Any, Any] = {}
     for key, value in item.items():
-        found = stored.get(identity_of_key("", key)) or stored.get(str(key))
+        found = stored.get(identity_of_key("", key)) or stored.get(join_fqn("", key))
         if found is None or isinstance(value, list) or _differs(value, found[2], entries, shape):
             continue
         kept[key] = _like(value, found[2], entries, shape)

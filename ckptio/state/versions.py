@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import TAG
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.rebuild import rebuild_word
 from ckptio.state.tree import keys_of
 
@@ -101,7 +101,7 @@ class Versions:
         """Note that a key was matched: whether anything was taken since the one before."""
         if self._others:
             before, self._num_taken = self._num_taken, self._match.num_taken
-            for bare in above(self._names.bare(str(key))):
+            for bare in above(self._names.bare(join_fqn("", key))):
                 self._taken.setdefault(bare, set()).add(self._num_taken > before)
                 if not is_stored:
                     self._lacking.add(bare)
@@ -156,7 +156,7 @@ class Versions:
         for key in state if self._others else ():
             value = state[key]
             if isinstance(value, torch.Tensor) and any(
-                bare in self._others for bare in above(self._names.bare(str(key)))
+                bare in self._others for bare in above(self._names.bare(join_fqn("", key)))
             ):
                 state[key] = value.detach().clone()
         return state
@@ -178,7 +178,9 @@ class Names:
         parts = name.split(".")
         if parts[0] == _OUTER:
             if self._drops_outer is None:
-                self._drops_outer = not any(str(k).startswith(f"{_OUTER}.") for k in self._keys)
+                self._drops_outer = not any(
+                    isinstance(k, str) and k.startswith(f"{_OUTER}.") for k in self._keys
+                )
             parts = parts[self._drops_outer :]
         return ".".join(part for part in parts if part not in _WRAPPERS)
 

@@ -20,7 +20,16 @@ from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
 from ckptio.state.target import Matcher
-from tests.strategies import CLASSES, Color, Key, Point, Settings, assert_same, plain_states
+from tests.strategies import (
+    CLASSES,
+    Color,
+    Key,
+    Point,
+    Settings,
+    assert_same,
+    plain_states,
+    with_versions,
+)
 
 if TYPE_CHECKING:
     from ckptio.state.fills import Match
@@ -75,6 +84,32 @@ def test_keys_without_a_text_are_matched_and_missed(key: Any) -> None:
     match = match_of({"a": 1}, {"a": 0, key: zeros(2)})
     assert len(match.missing) == 1
     assert not match.unexpected
+
+
+class Keyed:
+    """An object that keeps tensors by whatever keys it is given."""
+
+    def __init__(self, *keys: Any) -> None:
+        self.held = {key: zeros(2) for key in keys}
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.held = state
+
+
+@pytest.mark.parametrize("key", TEXTLESS, ids=["int", "tuple", "datetime64"])
+def test_keys_without_a_text_are_no_names_of_what_else_has_a_state(key: Any) -> None:
+    """Of modules of another version, of an object that lacks some, and of an optimizer."""
+    states = [with_versions({"w": zeros(2), key: zeros(2)}, {"": {"version": n}}) for n in (1, 2)]
+    assert match_of(*states).agrees
+    match = match_of({"o": Keyed("a")}, {"o": Keyed("a", key)})
+    assert len(match.missing) == 1
+    optimizers = [torch.optim.SGD([zeros(2).requires_grad_()]) for _ in range(2)]
+    for optimizer in optimizers:
+        optimizer.state[key] = {key: torch.ones(2)}
+    assert match_of(*optimizers).agrees
 
 
 @given(state=plain_states)
