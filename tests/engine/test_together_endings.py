@@ -505,6 +505,40 @@ def test_who_has_aborted_does_not_wait_for_a_silent_store_either() -> None:
     run(scenario(), seed=0)
 
 
+class AnswersLate(MemoryStorage):
+    """Looks as a file system does whose server is slow: its thread is waited for, and answers."""
+
+    is_outlived = True
+
+    async def read_manifest(self) -> tuple[int, bytes]:
+        self.step("look")
+        await asyncio.sleep(60.0)
+        return await super().read_manifest()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_aborts_hears_what_is_waited_for_in_any_case(*, is_first: bool) -> None:
+    """Given up after a while, the answer would come at the same time, and be lost."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            late = same_place(ranks, AnswersLate)
+            give_place(ranks, 1, late)
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            handles[1 if is_first else 2].abort()
+            while not any(operation.kind == "look" for operation in late.operations):
+                await asyncio.sleep(0.001)
+            handles[1].abort()
+            for outcome in await outcomes_of(handles):
+                assert not isinstance(outcome, BaseException), outcome
+            give_place(ranks, 1, ranks.storages[1])
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
 class SlowToEnd(MemoryStorage):
     """Has nothing more to remove, and takes a while to find that out."""
 
