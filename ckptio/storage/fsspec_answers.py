@@ -13,10 +13,10 @@ import datetime as dt
 import errno
 import functools
 import inspect
-import itertools
 import json
 import math
 import re
+import ssl
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,10 @@ _FIRST_SERVER_ERROR = 500
 _NEVER = (501, 505)
 #: How FTP says that a file is not there, if that is what was asked; 450 of what is listed.
 _GONE_IN_FTP = ("450", "550")
-#: aiohttp's, of a server that does not speak TLS as it should.
+#: aiohttp's, of a connection on which TLS did not begin: the server speaks none, or another one.
 _NO_TLS = "ClientConnectorSSLError"
+#: OpenSSL's, of what was garbled as it began, and of a server that is not well.
+_GARBLED = re.compile("BAD_RECORD_MAC|DECODE_ERROR|INTERNAL_ERROR")
 #: Of the web; whatever they raise is none of a file system's own looking.
 _WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
@@ -113,6 +115,8 @@ _SECRET = re.compile(
 )
 #: Before what Python writes with one, in a text in another one.
 _MAX_SLASHES = 4
+#: Backslashes, and what follows them.
+_PAIRS = re.compile(r"(\\*)([^\\]?)")
 #: A signature in a URL is as good as a password.
 _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
 
@@ -235,30 +239,43 @@ def _shown(text: str, hidden: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=64)
 def _pattern_of(secret: str) -> re.Pattern[str]:
     """Give what finds a secret, however each of its characters is written."""
-    runs = [(character, len([*run])) for character, run in itertools.groupby(secret)]
-    return re.compile("".join(_ways_of(character, count) for character, count in runs))
+    return re.compile("".join(_ways_of(len(run), last) for run, last in _PAIRS.findall(secret)))
 
 
-def _ways_of(character: str, count: int) -> str:
-    """Give what finds so many of a character: as they are, or as Python, JSON or a URL has them.
+def _ways_of(num_slashes: int, character: str) -> str:
+    """Give what finds backslashes and a character behind them; either may be missing.
+
+    Whichever of the backslashes in a text are whose, what is found ends at one place, and no two
+    ways find the same: so none is tried twice (an atomic group). Else a text that begins as a
+    secret does and goes on otherwise, as a key in JSON that was quoted and cut off, would be tried
+    in twice as many ways for each quote in it.
+    """
+    ways = _writings(character) if character else [""]
+    if not num_slashes:
+        return f"(?:{'|'.join(ways)})" if len(ways) > 1 else ways[0]
+    most = _MAX_SLASHES * num_slashes
+    slashes = rf"(?:\\{{{num_slashes},{most}}}|(?i:(?:%(?:25)?5c){{{num_slashes}}}))"
+    return f"(?:{'|'.join(f'(?>{slashes}{way})' for way in ways)})"
+
+
+def _writings(character: str) -> list[str]:
+    """Give what finds a character: as it is, or as Python, JSON or a URL has it.
 
     What is written into another text may be written so again, up to `_MAX_SLASHES`; and programs
-    differ in which characters of a URL they leave as they are. No two ways begin alike, but for
-    some backslashes, and a run of those is one: so nothing is tried over and over.
+    differ in which characters of a URL they leave as they are.
     """
     if character.isascii() and character.isalnum():
-        return character * count
+        return [character]
     is_raw = "\udc80" <= character <= "\udcff"  # a byte that is no text
     raw = character.encode(errors="surrogateescape" if is_raw else "surrogatepass")
-    in_url = "".join(f"%(?:25)?{byte:02x}" for byte in raw)
-    if character == "\\":
-        return rf"(?:\\{{{count},{_MAX_SLASHES * count}}}|(?i:(?:{in_url}){{{count}}}))"
     some = rf"\\{{1,{_MAX_SLASHES}}}"
     texts = (repr(character), ascii(character), json.dumps(character), repr(raw)[1:])
-    written = {text[1:-1] for text in texts if text[1] == "\\"}
+    written = {text[1:-1] for text in texts if text[1] == "\\"} - {f"\\{character}"}
     escapes = [re.escape(text).replace(r"\\", some) for text in sorted(written)]
-    ways = "|".join([*escapes, in_url, *([r"\+"] if character == " " else [])])
-    return rf"(?:(?:{some})?{re.escape(character)}|(?i:{ways}))" * count
+    once, twice = ("".join(f"%{more}{byte:02x}" for byte in raw) for more in ("", "25"))
+    as_it_is = f"(?:{some})?{re.escape(character)}"
+    plus = [r"\+"] if character == " " else []
+    return [as_it_is, *plus, *(f"(?i:{text})" for text in (*escapes, once, twice))]
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -303,11 +320,20 @@ def _judged(error: Exception, problem: str) -> StoreError:
         return RefusedError(problem)
     if isinstance(error, OSError) and error.errno in _HOPELESS:
         return RefusedError(problem)
-    if type(error).__name__ == _NO_TLS:
+    if _is_no_tls(error):
         return RefusedError(problem)
     if isinstance(error, (PermissionError, ValueError, TypeError, NotImplementedError)):
         return RefusedError(problem)
     return TransientError(problem)
+
+
+def _is_no_tls(error: Exception) -> bool:
+    """Whether it is that a server and this program do not speak the same TLS.
+
+    Not if the connection ended, or was garbled, before they could.
+    """
+    is_tls = type(error).__name__ == _NO_TLS and getattr(error, "errno", None) == ssl.SSL_ERROR_SSL
+    return is_tls and _GARBLED.search(str(error)) is None
 
 
 def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:

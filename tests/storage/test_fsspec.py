@@ -333,6 +333,27 @@ def test_a_secret_of_bytes_is_known(secret: bytes, kind: Callable[[bytes], objec
         assert not is_clean
 
 
+CUT_OFF = """
+import json
+from ckptio.storage.fsspec_answers import told
+
+key = json.dumps({f"name {i}": 'say "no"\\n' for i in range(30)})
+for once in (json.dumps(key), repr(key)):
+    for written in (once, json.dumps(once)):
+        print(told(RuntimeError(f"bad key: {written[:-4]}"), (key,))[0])
+"""
+
+
+def test_what_is_almost_a_secret_is_soon_told_from_it() -> None:
+    """A key in JSON, quoted and cut off: what looks for it may not try all ways of each quote.
+
+    In a process of its own, which can be ended: nothing else runs while Python looks.
+    """
+    command = [sys.executable, "-c", CUT_OFF]
+    told = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert told.stdout.count("RuntimeError: bad key: ") == 4
+
+
 def test_a_secret_that_is_no_text_hides_no_error() -> None:
     """Of a variable of the environment that is not UTF-8."""
     assert str(told(RuntimeError("no such login"), ("\udc80",))[0]).endswith("no such login")
@@ -352,10 +373,10 @@ def test_a_secret_that_looks_like_a_query_leaves_nothing_of_itself(secret: str) 
     assert str(error).endswith("no such login: ... at https://a/b?...")
 
 
-def no_tls() -> Exception:
-    """Give what aiohttp raises where https:// is said of a server without TLS."""
+def no_tls(error: ssl.SSLError) -> Exception:
+    """Give what aiohttp raises where TLS does not begin."""
     key: Any = types.SimpleNamespace(host="here", port=80, ssl=True)
-    return aiohttp.ClientConnectorSSLError(key, ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER]"))
+    return aiohttp.ClientConnectorSSLError(key, error)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +387,11 @@ def no_tls() -> Exception:
         (ssl.SSLError(1, "[SSL: BAD_RECORD_MAC] bad record mac"), TransientError),
         (aiohttp.ClientOSError(1, "[SSL: BAD_RECORD_MAC] bad record mac"), TransientError),
         (ssl.SSLCertVerificationError(1, "self-signed"), RefusedError),
-        (no_tls(), RefusedError),
+        (no_tls(ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER]")), RefusedError),
+        (no_tls(ssl.SSLError(1, "[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE]")), RefusedError),
+        (no_tls(ssl.SSLError(1, "[SSL: TLSV1_ALERT_INTERNAL_ERROR]")), TransientError),
+        (no_tls(ssl.SSLError(1, "[SSL: SSLV3_ALERT_BAD_RECORD_MAC]")), TransientError),
+        (no_tls(ssl.SSLZeroReturnError(6, "TLS/SSL connection has been closed")), TransientError),
         (OSError(5, "bad day"), TransientError),
         (ConnectionResetError("reset"), TransientError),
         (TimeoutError(), TransientError),
