@@ -16,7 +16,6 @@ import inspect
 import json
 import math
 import re
-import ssl
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from ckptio.storage.store import (
     TransientError,
     untold_etag,
 )
+from ckptio.storage.tls import is_garbled, is_no_tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,10 +103,6 @@ _FIRST_SERVER_ERROR = 500
 _NEVER = (501, 505)
 #: How FTP says that a file is not there, if that is what was asked; 450 of what is listed.
 _GONE_IN_FTP = ("450", "550")
-#: aiohttp's, of a connection on which TLS did not begin: the server speaks none, or another one.
-_NO_TLS = "ClientConnectorSSLError"
-#: OpenSSL's, of what was garbled as it began, and of a server that is not well.
-_GARBLED = re.compile("BAD_RECORD_MAC|DECODE_ERROR|INTERNAL_ERROR")
 #: Of the web; whatever they raise is none of a file system's own looking.
 _WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
@@ -320,20 +316,11 @@ def _judged(error: Exception, problem: str) -> StoreError:
         return RefusedError(problem)
     if isinstance(error, OSError) and error.errno in _HOPELESS:
         return RefusedError(problem)
-    if _is_no_tls(error):
+    if is_no_tls(error) and not is_garbled(error):
         return RefusedError(problem)
     if isinstance(error, (PermissionError, ValueError, TypeError, NotImplementedError)):
         return RefusedError(problem)
     return TransientError(problem)
-
-
-def _is_no_tls(error: Exception) -> bool:
-    """Whether it is that a server and this program do not speak the same TLS.
-
-    Not if the connection ended, or was garbled, before they could.
-    """
-    is_tls = type(error).__name__ == _NO_TLS and getattr(error, "errno", None) == ssl.SSL_ERROR_SSL
-    return is_tls and _GARBLED.search(str(error)) is None
 
 
 def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:

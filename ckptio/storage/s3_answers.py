@@ -25,6 +25,7 @@ from ckptio.storage.store import (
     StoreError,
     TransientError,
 )
+from ckptio.storage.tls import is_garbled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,9 +142,9 @@ def told(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.ClientError):
         return _told_by_server(error)
     name = type(error).__name__
-    if isinstance(error, botocore.exceptions.SSLError):
-        return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
     kept_from = getattr(error, "kwargs", {}).get("error")
+    if isinstance(error, botocore.exceptions.SSLError) and not is_garbled(kept_from):
+        return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
     if isinstance(error, botocore.exceptions.HTTPClientError) and _is_unreadable(kept_from):
         kind = type(kept_from).__name__
         return RefusedError(f"the certificates to trust cannot be read (verify=): {kind}")

@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ssl
+import types
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import botocore.exceptions
 import pytest
 from botocore.loaders import JSONFileLoader
@@ -305,6 +307,25 @@ def test_certificates_that_cannot_be_read_are_not_asked_for_again(tmp_path: Path
     for failure in (OSError(5, "no"), ssl.SSLError(1, "bad record mac")):  # on the way
         problem = told(botocore.exceptions.HTTPClientError(error=failure))
         assert isinstance(problem, TransientError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "is_tried_again"),
+    [
+        (aiohttp.ClientConnectorSSLError, ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER]"), False),
+        (aiohttp.ClientConnectorSSLError, ssl.SSLError(1, "[SSL: BAD_RECORD_MAC]"), True),
+        (aiohttp.ClientConnectorSSLError, ssl.SSLZeroReturnError(6, "it was closed"), True),
+        (aiohttp.ClientConnectorCertificateError, ssl.SSLError(1, "self-signed"), False),
+        (aiohttp.ClientConnectorCertificateError, ssl.CertificateError("another name"), False),
+    ],
+)
+def test_tls_that_was_garbled_as_it_began_is_tried_again(
+    kind: Any, error: Exception, *, is_tried_again: bool
+) -> None:
+    """Of another TLS and of certificates that are not trusted, more of the same would come."""
+    key = types.SimpleNamespace(host="here", port=443, ssl=True, is_ssl=True)
+    problem = told(botocore.exceptions.SSLError(endpoint_url="", error=kind(key, error)))
+    assert isinstance(problem, TransientError if is_tried_again else RefusedError)
 
 
 @pytest.mark.parametrize("early_nbytes", [0, 1, 100_000])
