@@ -92,7 +92,6 @@ class End:
 
     def _open(self, connection: socket.socket) -> None:
         """Begin to read and write."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._loop.add_reader(connection, self._try, self._read)
         self._try(self._write)
@@ -114,15 +113,13 @@ class End:
     def _write(self, connection: socket.socket) -> None:
         raise NotImplementedError
 
-    def _await_space(self, *, wanted: bool) -> None:
+    def _await_space(self, connection: socket.socket, *, wanted: bool) -> None:
         """Have the loop call `_write` when the socket takes more, or not any longer."""
-        if self._connection is None or wanted == self._awaits_space:
-            return
+        if wanted and not self._awaits_space:
+            self._loop.add_writer(connection, self._try, self._write)
+        elif self._awaits_space and not wanted:
+            self._loop.remove_writer(connection)
         self._awaits_space = wanted
-        if wanted:
-            self._loop.add_writer(self._connection, self._try, self._write)
-        else:
-            self._loop.remove_writer(self._connection)
 
     def _expect(self, tag: int) -> asyncio.Future[None]:
         """Make what becomes done with a message."""
@@ -184,6 +181,7 @@ class Inlet(End):
             family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
             self._connection = socket.socket(family)
             self._connection.settimeout(0)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._timer = self._loop.call_later(
                 self._timeout_s, self._miss, f"no answer within {self._timeout_s:g} s"
             )
@@ -222,7 +220,7 @@ class Inlet(End):
             if self._unsent:
                 del self._unsent[: connection.send(self._unsent)]
         finally:
-            self._await_space(wanted=bool(self._unsent))
+            self._await_space(connection, wanted=bool(self._unsent))
 
     def _read(self, connection: socket.socket) -> None:
         """Take what is there of the head of a message, or of its bytes."""
@@ -301,7 +299,7 @@ class Outlet(End):
             while self._leaving:
                 self._send_first(connection)
         finally:
-            self._await_space(wanted=bool(self._leaving))
+            self._await_space(connection, wanted=bool(self._leaving))
 
     def _send_first(self, connection: socket.socket) -> None:
         """Send what the socket takes of the first message; `BlockingIOError` if it is full."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 from typing import TYPE_CHECKING
 
 from ckptio.errors import PeerLostError
@@ -33,7 +34,6 @@ from ckptio.ranks.host import listen_everywhere
 
 if TYPE_CHECKING:
     import asyncio
-    import socket
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from ckptio.exchange.ends import Address, End
@@ -51,6 +51,7 @@ def listening(num_callers: int) -> Iterator[socket.socket]:
     """
     with listen_everywhere(num_callers) as listener:
         listener.settimeout(0)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # whoever calls has it, too
         yield listener
 
 

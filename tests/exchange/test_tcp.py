@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import selectors
 import socket
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,10 +35,16 @@ def address_of(listener: socket.socket, host: str = LOOPBACK) -> Address:
     return Address(host, listener.getsockname()[1])
 
 
+def watched() -> dict[int, int]:
+    """Tell for which descriptors the loop waits, and for what."""
+    loop: Any = asyncio.get_running_loop()
+    return {key.fd: key.events for key in loop._selector.get_map().values()}
+
+
 @contextlib.asynccontextmanager
 async def links(num_ranks: int, host: str = LOOPBACK) -> AsyncIterator[list[TcpLink]]:
     """Open the links of all ranks, in one process; what carries them are real sockets."""
-    before = descriptors()
+    before, waits = descriptors(), watched().keys()
     async with contextlib.AsyncExitStack() as stack:
         doors = [stack.enter_context(listening(num_ranks)) for _ in range(num_ranks)]
         addresses = [address_of(door, host) for door in doors]
@@ -47,7 +54,9 @@ async def links(num_ranks: int, host: str = LOOPBACK) -> AsyncIterator[list[TcpL
             )
             for rank, door in enumerate(doors)
         ]
+        assert not any(events & selectors.EVENT_WRITE for events in watched().values())
     assert descriptors() <= before
+    assert watched().keys() == waits
 
 
 @contextlib.contextmanager
@@ -249,7 +258,7 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def link_and_peer() -> AsyncIterator[tuple[TcpLink, Address, Peer]]:
-    before = descriptors()
+    before, waits = descriptors(), watched().keys()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
         listener.settimeout(0)
@@ -261,10 +270,22 @@ async def link_and_peer() -> AsyncIterator[tuple[TcpLink, Address, Peer]]:
         ):
             yield link, addresses[0], Peer(stack, listener)
     assert descriptors() <= before
+    assert watched().keys() == waits
 
 
 ASK = struct.Struct("<I")
 HEAD = struct.Struct("<IQ")
+
+
+async def test_nothing_waits_for_more_to_send() -> None:
+    """Questions and heads are small, and somebody waits for each: they go out at once."""
+    async with links(2) as (a, b):
+        taking = asyncio.create_task(take(b, 0, 1, 1))
+        await give(a, [1], 1, b"x")
+        await taking
+        for connection in (a._outlets[1]._connection, b._inlets[0]._connection):
+            assert connection is not None
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_what_goes_over_the_wire() -> None:
@@ -284,6 +305,25 @@ async def test_what_goes_over_the_wire() -> None:
             await asyncio.sleep(0)
         assert await peer.read(calling, 16) == HEAD.pack(77, 4) + b"back"
         await giving
+
+
+async def test_what_comes_as_it_is_cancelled_does_no_harm() -> None:
+    """The task has not heard of that yet: its memory is still its own."""
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: unhandled.append(said))
+    async with link_and_peer() as (link, _, peer):
+        taking = asyncio.create_task(take(link, 1, 1, 1))
+        called = await peer.called()
+        inlet = link._inlets[1]
+        assert inlet._connection is not None
+        asyncio.get_running_loop().remove_reader(inlet._connection)
+        await peer.say(called, HEAD.pack(1, 1) + b"x")
+        taking.cancel()
+        for _ in range(2):
+            inlet._try(inlet._read)
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+    assert not unhandled
 
 
 @pytest.mark.parametrize("ends", ["taking is cancelled", "giving is cancelled", "peer goes"])
