@@ -224,16 +224,17 @@ class S3Store:
 
     async def _put_over(self, key: str, data: bytes | memoryview, match: str) -> str:
         """Write over an object that has an etag, which some servers compare without quotes."""
+        bare = match.strip('"')
         try:
-            return await self._put(key, data, {"IfMatch": match})
-        except ConditionFailedError:
-            bare = match.strip('"')
-            if bare == match:
-                raise
+            try:
+                return await self._put(key, data, {"IfMatch": match})
+            except ConditionFailedError:
+                if bare == match:
+                    raise
             await self._check(key, match)
+            return await self._put(key, data, {"IfMatch": bare})
         except ObjectMissingError:  # as Amazon says it
             raise ConditionFailedError("it is gone") from None
-        return await self._put(key, data, {"IfMatch": bare})
 
     async def _check(self, key: str, match: str) -> None:
         """Look whether there is an object with an etag; without one, whether there is none."""

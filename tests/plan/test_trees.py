@@ -433,6 +433,41 @@ def test_a_tensor_lies_in_memory_as_it_does_on_the_lowest_rank() -> None:
         merged(last, {"w": {TAG: 1}}, names=("w", "x"))
 
 
+def test_tensors_have_the_numbers_of_the_manifest_wherever_they_lie() -> None:
+    """In records, tuples, and dicts with other keys; in what all ranks have, and one alone."""
+    states = [
+        {
+            "record": Point(Tensor("z"), (Tensor("y"), [Tensor("x")])),
+            "settings": Settings(rate=Tensor("w")),
+            "dict": {1: Tensor("v"), 2: OrderedDict(a=(Tensor("u"),))},
+            "own": PerRank((Point(Tensor(f"t{rank}"), 0),)),
+            f"only {rank}": (Point(0, Tensor(f"s{rank}")),),
+        }
+        for rank in range(2)
+    ]
+    names = sorted({name for state in states for name in encode(state)[1]})
+    both = merge(*states)
+    for rank, state in enumerate(states):
+        tree, own_names = encode(state)
+        numbers = {index: names.index(name) for index, name in enumerate(own_names)}
+        expected = renumbered(tree, numbers)
+        expected.pop("own")
+        assert {key: both[key] for key in expected} == expected
+        (alone,) = renumbered(tree, numbers)["own"]["v"]
+        assert both["own"]["v"][rank] == alone
+
+
+def renumbered(node: Json, numbers: Mapping[int, int]) -> Json:
+    """Give a tree with other numbers of tensors."""
+    if type(node) is list:
+        return [renumbered(item, numbers) for item in node]
+    if type(node) is not dict:
+        return node
+    if type(node.get(TAG)) is int:
+        return {TAG: numbers[node[TAG]]}
+    return {key: renumbered(item, numbers) for key, item in node.items()}
+
+
 def test_a_name_that_stands_for_two_tensors_is_refused() -> None:
     """Two ranks name different places alike: their tensors would be taken for replicas."""
     assert "'a.b' names tensors of different keys" in refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import types
 from typing import TYPE_CHECKING, Any
 
 import fsspec.config
@@ -13,6 +14,7 @@ import pytest
 from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
+from ckptio.storage.s3_options import S3Address, address_of, endpoint_of, uses_tls
 from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
@@ -88,6 +90,38 @@ async def test_a_bucket_is_where_the_options_say(
     async with asked(monkeypatch) as requests:
         await write(client, options)
     assert [found for found, _ in requests] == [url, url]
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [("eu-west-3", "eu-west-3"), ("aws-global", "us-east-1"), (None, "us-east-1")],
+)
+def test_a_client_without_a_region_is_in_amazons_first_one(
+    region: str | None, expected: str
+) -> None:
+    """What botocore calls that is the name of no region: a signature with it is refused."""
+    config = types.SimpleNamespace(s3=None)
+    meta = types.SimpleNamespace(endpoint_url="https://a", region_name=region, config=config)
+    address = address_of(types.SimpleNamespace(meta=meta))
+    assert address == S3Address(endpoint="https://a", region=expected, signs_payload=True)
+
+
+def test_options_say_before_the_environment_where_a_server_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the variable for S3 alone before the one for all of Amazon's services."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert endpoint_of({}) == ""
+    assert uses_tls({})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://all")
+    assert endpoint_of({}) == "https://all"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
+    assert endpoint_of({}) == "http://s3"
+    assert not uses_tls({})
+    inner = {"client_kwargs": {"endpoint_url": "https://inner"}}
+    assert endpoint_of(inner) == "https://inner"
+    assert endpoint_of({**inner, "endpoint_url": "https://outer"}) == "https://outer"
 
 
 CONFIG = f"""\

@@ -13,7 +13,9 @@ from botocore.loaders import JSONFileLoader
 
 from ckptio import Checkpointer, Engine
 from ckptio.errors import ConfigError
+from ckptio.storage import s3
 from ckptio.storage.s3_answers import told
+from ckptio.storage.s3_options import is_amazon
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -218,6 +220,7 @@ async def test_a_lost_answer_may_come_another_time(
     ("status", "code", "kind", "slow"),
     [
         (503, "SlowDown", TransientError, True),
+        (503, "ServiceUnavailable", TransientError, True),
         (429, "TooManyRequests", TransientError, True),
         (400, "RequestTimeout", TransientError, False),
         (400, "BadDigest", TransientError, False),
@@ -244,6 +247,94 @@ async def test_answers_mean_one_of_four_things(
         assert (code or str(status)) in str(caught.value)
         assert getattr(caught.value, "slow_down", None) is slow
         assert proxy.count("PUT") == 1
+
+
+def has_condition(request: Request) -> bool:
+    return not request.headers.keys().isdisjoint({"if-match", "if-none-match"})
+
+
+async def expect_conditions(store: ObjectStore, key: str) -> None:
+    """Look whether conditions hold, where nobody else writes."""
+    first = await store.put(key, b"one", absent=True)
+    second = await store.put(key, b"two", match=first)
+    for condition in ({"absent": True}, {"match": first}):
+        with pytest.raises(ConditionFailedError):
+            await store.put(key, b"three", **condition)
+    assert (await store.get(key, 100))[1] == b"two"
+    await store.delete([key])
+    with pytest.raises(ConditionFailedError):
+        await store.put(key, b"three", match=second)
+    with pytest.raises(ObjectMissingError):
+        await store.head(key)
+
+
+async def test_where_a_server_knows_no_conditions_they_are_looked_at(moto: Server) -> None:
+    """That is the next best; only of Amazon it is no answer."""
+    key = f"{new_prefix()}/a"
+    refused = Fault(answer=answer(501, "NotImplemented"))
+    async with Proxy(moto) as proxy:
+        proxy.decide = lambda request: refused if has_condition(request) else None
+        async with opened(proxy.server) as store:
+            assert store.traits.conditional == "none"
+            await expect_conditions(store, key)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("https://s3.eu-west-1.amazonaws.com", True),
+        ("https://bucket.s3.cn-north-1.amazonaws.com.cn", True),
+        ("https://amazonaws.com.example.org", False),
+        ("https://example.org/s3.amazonaws.com", False),
+        ("http://127.0.0.1:9000", False),
+        ("http:///nowhere", False),
+    ],
+)
+def test_amazon_is_known_by_its_hosts(endpoint: str, *, expected: bool) -> None:
+    """Conditions are trusted to be decided there."""
+    assert is_amazon(endpoint) == expected
+
+
+async def test_where_conditions_decide_they_are_never_left_out(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others trust in them: a writer that loses removes what it wrote at once."""
+    monkeypatch.setattr(s3, "is_amazon", lambda _: True)
+    key = f"{new_prefix()}/a"
+    refused = Fault(answer=answer(501, "NotImplemented"))
+    async with Proxy(moto) as proxy:
+        proxy.decide = lambda request: refused if has_condition(request) else None
+        async with opened(proxy.server) as store:
+            assert store.traits.conditional == "atomic"
+            for condition in ({"absent": True}, {"match": '"a"'}):
+                with pytest.raises(RefusedError):
+                    await store.put(key, b"data", **condition)
+    assert keys_in(moto, key) == []
+
+
+async def test_etags_may_be_compared_without_quotes(moto: Server) -> None:
+    """As some servers do: then it is another etag only if a look says so, too."""
+    key = f"{new_prefix()}/a"
+    refused = Fault(answer=answer(412, "PreconditionFailed"))
+    async with Proxy(moto) as proxy:
+        proxy.decide = lambda r: refused if r.headers.get("if-match", "")[:1] == '"' else None
+        async with opened(proxy.server) as store:
+            await expect_conditions(store, key)
+
+
+async def test_an_object_that_goes_before_it_is_compared_again_is_another(moto: Server) -> None:
+    """Between the look and the second write, which such a server answers with a 404."""
+    key = f"{new_prefix()}/a"
+    refused, gone = (answer(s, c) for s, c in ((412, "PreconditionFailed"), (404, "NoSuchKey")))
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        first = await store.put(key, b"one")
+        proxy.decide = lambda r: (
+            Fault(answer=refused if r.headers["if-match"][:1] == '"' else gone)
+            if has_condition(r)
+            else None
+        )
+        with pytest.raises(ConditionFailedError):
+            await store.put(key, b"two", match=first)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import errno
 import ftplib
 import json
@@ -32,7 +33,7 @@ from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
 from ckptio.storage.fsspec import FsspecBackend, FsspecStore
-from ckptio.storage.fsspec_answers import info_of, secrets_of, told
+from ckptio.storage.fsspec_answers import how_to_create, info_of, secrets_of, told
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -597,10 +598,22 @@ async def test_a_part_that_was_cut_short_is_not_sent_again() -> None:
     store = FsspecStore(SyncFileSystem(), "plainsync", 2)
     upload = await store.upload("plainsync/a")
     await upload.write(0, memoryview(b"first"))
-    upload._is_cut = True
-    with pytest.raises(RefusedError, match="cannot be sent again"):
+
+    def cut(data: bytes) -> None:
+        type(upload._file).write(upload._file, data[:3])
+        raise ConnectionResetError("it broke")
+
+    upload._file.write = cut
+    with pytest.raises(RefusedError, match=r"it broke \(part 1 cannot be sent again\)"):
         await upload.write(1, memoryview(b"second"))
+    del upload._file.write
+    with pytest.raises(RefusedError, match="a part was cut short"):
+        await upload.write(1, memoryview(b"second"))
+    discarded: list[str] = []
+    upload._file.discard = lambda: discarded.append(upload._key)
     await upload.abort()
+    assert discarded == ["plainsync/a"]
+    upload._file = None  # a file that is not closed sends the rest when nobody has it any more
     with pytest.raises(ObjectMissingError):
         await store.head("plainsync/a")
     await store.close()
@@ -637,6 +650,86 @@ async def test_a_manifest_on_local_files_is_replaced_in_one_step(tmp_path: Path)
     assert os.listdir(tmp_path / "c") == ["manifest.json"]
     await store.close()
     threads.shutdown()
+
+
+class Stuck(SyncFileSystem):
+    """Puts no file in another's place."""
+
+    protocol = "stuck"
+    cachable = False
+    files: ClassVar[dict[str, Any]] = {}
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        raise OSError(errno.EIO, path2, path1)
+
+
+async def test_a_manifest_that_cannot_be_put_in_place_is_told() -> None:
+    """The one before it stays, and nothing beside it."""
+    store = FsspecStore(Stuck(), "sftp", 1)
+    Stuck.put_bytes("stuck/manifest.json", b"old")
+    for match in ("", (await store.head("stuck/manifest.json")).etag):
+        with pytest.raises(TransientError):
+            await store.put("stuck/manifest.json", b"new", match=match)
+    assert (await store.get("stuck/manifest.json", 100))[1] == b"old"
+    assert list(Stuck.files) == ["stuck/manifest.json"]
+    await store.close()
+
+
+class Swept(SyncFileSystem):
+    """A directory goes in the moment in which something is to be put there."""
+
+    protocol = "swept"
+    cachable = False
+    files: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_put = 0
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        self.num_put += 1
+        if self.num_put == 1:
+            raise FileNotFoundError(path)
+        self.put_bytes(path, value)
+
+
+async def test_a_directory_that_goes_meanwhile_is_made_again() -> None:
+    """It was empty when another save was removed."""
+    store = FsspecStore(Swept(), "swept", 1)
+    await store.put("swept/run/a", b"data", absent=True)
+    assert (await store.get("swept/run/a", 100))[1] == b"data"
+    await store.close()
+
+
+class Short(SyncFileSystem):
+    """Ends its answers early."""
+
+    protocol = "short"
+    cachable = False
+    files: ClassVar[dict[str, Any]] = {"short/a": (b"whole", dt.datetime.now(dt.UTC))}
+
+    def cat_file(self, *args: Any, **options: Any) -> bytes:
+        return super().cat_file(*args, **options)[:-1]
+
+
+async def test_an_answer_that_ends_early_is_asked_for_again() -> None:
+    """The object is longer than that; one that is not has no such range."""
+    store = FsspecStore(Short(), "short", 1)
+    etag = (await store.head("short/a")).etag
+    with pytest.raises(TransientError):
+        await store.get("short/a", 100)
+    for match in ("", etag):
+        with pytest.raises(TransientError, match="3 bytes came instead of 4"):
+            await store.get_into("short/a", 1, memoryview(bytearray(4)), match=match)
+        with pytest.raises(RefusedError, match="it ends at byte 5"):
+            await store.get_into("short/a", 1, memoryview(bytearray(5)), match=match)
+    await store.close()
+
+
+@pytest.mark.parametrize("protocol", ["az", "abfs", "abfss", "adl"])
+def test_azure_is_asked_not_to_write_over_what_is_there(protocol: str) -> None:
+    """By a word of adlfs, which is not asked here whether it keeps it."""
+    assert how_to_create(SyncFileSystem(), protocol) == {"overwrite": False}
 
 
 async def test_nothing_is_below_a_file(tmp_path: Path) -> None:
@@ -773,7 +866,9 @@ def of_ftp(kind: str, text: str) -> Exception:
     [
         (answer(403), RefusedError, ObjectMissingError),
         (answer(404), ObjectMissingError, ObjectMissingError),
+        (answer(429), TransientError, TransientError),
         (answer(503), TransientError, TransientError),
+        (aiohttp.ClientPayloadError("cut"), TransientError, TransientError),
         (ConnectionResetError(), TransientError, TransientError),
         (TimeoutError(), TransientError, TransientError),
         (PermissionError(13, "no"), RefusedError, ObjectMissingError),
@@ -842,18 +937,23 @@ class Shaky(SyncFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         raise ConnectionResetError(path)
 
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: FBT001, FBT002  # fsspec's signature
+        raise FileNotFoundError(path, detail) from ConnectionResetError(path)
+
     def rm_file(self, path: str) -> None:
         raise FileNotFoundError(path) from ConnectionResetError(path)
 
 
 async def test_what_may_be_there_is_neither_written_over_nor_told_to_be_removed() -> None:
-    """Whoever cannot look at it does not know that nothing is."""
+    """Nor told not to be there: whoever cannot look at it does not know that nothing is."""
     store = FsspecStore(Shaky(), "shaky", 1)
     Shaky.put_bytes("shaky/a", b"old")
     with pytest.raises(TransientError):
         await store.put("shaky/a", b"new", absent=True)
     with pytest.raises(TransientError):
         await store.delete(["shaky/a"])
+    with pytest.raises(TransientError):
+        await store.list("shaky/", below=False)
     assert Shaky.read("shaky/a", None, None) == b"old"
     Shaky.remove("shaky/a")
     await store.close()

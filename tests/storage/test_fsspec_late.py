@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import pytest
@@ -15,7 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckptio._threads import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.storage.fsspec import FsspecBackend, FsspecStore
+from ckptio.storage.fsspec_upload import FsspecUpload
 from ckptio.storage.store import ObjectMissingError
+from tests.storage.filesystems import SyncFileSystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -150,6 +152,82 @@ async def test_what_is_written_again_is_not_undone_by_the_first_try(
         assert (await store.get(key, 100))[1] == b"whole"
     finally:
         fs.let_go.set()
+        await store.delete([key])
+        await store.close()
+
+
+class LateFiles(SyncFileSystem):
+    """A file is opened when it is let go; one that is not closed sends what it has at its end."""
+
+    protocol = "latefiles"
+    cachable = False
+    files: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.opened: list[Any] = []
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self.begun.set()
+        self.let_go.wait()
+        self.opened.append(super().open(path, mode, **options))
+        return self.opened[-1]
+
+
+async def test_a_file_that_opens_late_makes_no_object() -> None:
+    """Whoever wanted it was cancelled, and has removed what there was."""
+    fs = LateFiles()
+    store = FsspecStore(fs, "latefiles", 2)
+    try:
+        task = asyncio.create_task(store.upload("latefiles/a"))
+        await asyncio.to_thread(fs.begun.wait)
+        task.cancel()
+        await asyncio.wait((task,))
+        fs.let_go.set()
+        await store.settled("latefiles/a")
+        assert fs.opened.pop().closed
+        assert fs.files == {}
+    finally:
+        fs.let_go.set()
+        await store.close()
+
+
+@pytest.mark.parametrize("end", [FsspecUpload.complete, FsspecUpload.abort])
+async def test_an_upload_that_is_ended_again_waits_for_the_first_try(
+    end: Callable[[FsspecUpload], Coroutine[Any, Any, None]],
+) -> None:
+    """Two threads would be at one file."""
+    fs, key = MemoryFileSystem(), f"/late/{secrets.token_hex(8)}/a"
+    store = FsspecStore(fs, "memory", 2)
+    begun, let_go = threading.Event(), threading.Event()
+    try:
+        upload = await store.upload(key)
+        await upload.write(0, memoryview(b"whole"))
+        close = upload._file.close
+
+        def close_late() -> None:
+            if not begun.is_set():
+                begun.set()
+                let_go.wait()
+            close()
+
+        upload._file.close = close_late
+        first = asyncio.create_task(upload.complete())
+        await asyncio.to_thread(begun.wait)
+        first.cancel()
+        await asyncio.wait((first,))
+        second = asyncio.create_task(end(upload))
+        await asyncio.sleep(0)
+        for _ in range(3):  # behind what `second` asks for: there is one thread left
+            with pytest.raises(ObjectMissingError):
+                await store.head("/late/nothing")
+        assert not second.done()
+        let_go.set()
+        await second
+        assert fs.exists(key) == (end is FsspecUpload.complete)
+    finally:
+        let_go.set()
         await store.delete([key])
         await store.close()
 

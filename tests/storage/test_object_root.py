@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,7 +9,8 @@ import pytest
 from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
-from ckptio.storage.file_names import QUIET_S
+from ckptio.format.summary import decode_summary
+from ckptio.storage.file_names import NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.root import resolve_root
@@ -101,6 +103,11 @@ async def test_a_root_lists_prefixes_and_which_are_committed(threads: Threads) -
         await root.read_manifest("a")
 
 
+def decode(_: str, data: bytes) -> bytes:
+    decode_summary(data)
+    return data
+
+
 async def test_what_cannot_be_looked_at_is_an_error_or_told_of(threads: Threads) -> None:
     """Never for not being there; who wants the others gets them."""
     store, unseen = DictStore(), dict[str, StorageError]()
@@ -117,6 +124,11 @@ async def test_what_cannot_be_looked_at_is_an_error_or_told_of(threads: Threads)
         await root.find()
     assert [found.name for found in await root.find(unseen=unseen.__setitem__)] == ["b"]
     assert list(unseen) == ["a"]
+    store.set("run/c/manifest.json", b"{}")
+    refused, data, damaged = await root.read_manifests(["a", "b", "c"], decode)
+    assert type(refused) is StorageError
+    assert data == store.objects["run/b/manifest.json"]
+    assert type(damaged) is FormatError
 
 
 async def test_manifests_are_looked_at_a_few_at_a_time(threads: Threads) -> None:
@@ -328,11 +340,26 @@ async def test_what_a_late_request_may_bring_back_is_whole(
     assert not store.objects
 
 
-async def test_what_can_come_back_no_more_goes_at_once(threads: Threads) -> None:
-    """The mark of a save of long ago goes with it."""
-    store = DictStore()
+class Timeless(DictStore):
+    """Tells no times."""
+
+    def set(self, key: str, data: bytes, age_s: float = 0.0) -> None:
+        super().set(key, data, age_s)
+        self.infos[key] = dataclasses.replace(self.infos[key], modified_s=0.0)
+
+    def age(self, seconds: float) -> None:
+        del seconds
+
+
+@pytest.mark.parametrize("kind", [DictStore, Timeless])
+async def test_what_can_come_back_no_more_goes_at_once(
+    threads: Threads, kind: type[DictStore]
+) -> None:
+    """The mark of a save of long ago goes with it, and its note; so where nobody knows of when."""
+    store = kind()
     write(store, "a")
     store.set(f"run/a/.attempt-{SAVE_IDS[0]}", b"")
+    store.set(f"run/a/{NOTE_PREFIX}{SAVE_IDS[0]}", b"copied")
     store.age(OLD)
     await root_at(store, threads).remove("a")
     assert not store.objects

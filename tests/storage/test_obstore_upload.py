@@ -3,11 +3,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import types
+from typing import Any
 
+import obstore
 import pytest
 
+from ckptio.config import CheckpointConfig
+from ckptio.storage.obstore import ObstoreStore
 from ckptio.storage.obstore_upload import GivenUpError, ObstoreUpload, Parts, lend
-from ckptio.storage.store import RefusedError, StoreError, TransientError
+from ckptio.storage.store import RefusedError, StoreError, StoreTraits, TransientError
+from ckptio.testing import run_virtual
 
 pytestmark = pytest.mark.usefixtures("no_tasks")
 
@@ -148,6 +154,36 @@ async def test_what_fails_before_anything_is_gone_is_begun_again() -> None:
     assert fake.objects == [b"aaaab"]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_of_several_parts_that_fail_one_begins_again(seed: int) -> None:
+    """Those that were not taken yet are given back, and the others go on with what it began."""
+    fake = FakeObstore(fail_at=0)
+    left = {0: b"aaaa", 1: b"bbbb", 2: b"cccc"}
+
+    async def write(upload: ObstoreUpload, number: int) -> None:
+        with contextlib.suppress(TransientError):
+            await upload.write(number, memoryview(left[number]))
+            del left[number]
+
+    async def write_all(upload: ObstoreUpload) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in left:
+                group.create_task(write(upload, number))
+
+    async def scenario() -> None:
+        upload = fake.upload()
+        await write_all(upload)
+        assert 0 in left
+        fake.fail_at = None
+        await write_all(upload)
+        assert not left
+        await upload.complete()
+
+    run_virtual(scenario(), seed=seed)
+    assert fake.objects == [b"aaaabbbbcccc"]
+    assert fake.num_begun == 2
+
+
 async def test_what_obstore_says_of_an_upload_that_was_given_up_means_nothing() -> None:
     """It drops the upload at once, and a part that is still under way finds none."""
 
@@ -213,3 +249,45 @@ async def test_an_upload_that_is_aborted_makes_nothing() -> None:
     with contextlib.suppress(StoreError):
         await upload.write(1, memoryview(b"bbbb"))
     assert fake.num_begun == 1
+
+
+async def test_an_upload_that_is_aborted_is_not_begun_again() -> None:
+    """Not even if nothing of it has gone: whoever aborted it would never hear of the rest."""
+    fake = FakeObstore()
+    upload = fake.upload()
+    await upload.write(1, memoryview(b"bbbb"))
+    await upload.abort()
+    with pytest.raises(RefusedError):
+        await upload.write(0, memoryview(b"aaaa"))
+    with pytest.raises(RefusedError):
+        await upload.complete()
+    assert fake.objects == []
+    assert fake.num_begun == 1
+
+
+async def test_what_is_sent_at_once_is_given_back_when_obstore_lets_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However whoever sends it ends: its memory may be somebody else's a moment later."""
+    held: list[memoryview] = []
+    sending = asyncio.get_running_loop().create_future()
+
+    def put_async(_store: object, _key: str, view: memoryview, **_: Any) -> asyncio.Future[Any]:
+        held.append(view)
+        return sending
+
+    monkeypatch.setattr(obstore, "put_async", put_async)
+    small: Any = types.SimpleNamespace(traits=StoreTraits())
+    once: Any = object()
+    store = ObstoreStore(small, once, once, CheckpointConfig())
+    task = asyncio.create_task(store.put("a", memoryview(bytearray(b"data"))))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert sending.cancelled()
+    assert not task.done()
+    held.clear()
+    await asyncio.wait((task,))
+    assert task.cancelled()
