@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import selectors
 import socket
@@ -41,10 +42,29 @@ def watched() -> dict[int, int]:
     return {key.fd: key.events for key in loop._selector.get_map().values()}
 
 
+def timers() -> list[asyncio.TimerHandle]:
+    """Give what the loop has yet to call at some time."""
+    loop: Any = asyncio.get_running_loop()
+    return [timer for timer in loop._scheduled if not timer.cancelled()]
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left() -> AsyncIterator[None]:
+    """See that a test leaves nothing behind, and that no error went to the loop or was lost."""
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: unhandled.append(said))
+    before, waits = descriptors(), watched().keys()
+    yield
+    gc.collect()  # what nobody has heard of says so
+    assert descriptors() <= before
+    assert watched().keys() == waits
+    assert not timers()
+    assert not unhandled
+
+
 @contextlib.asynccontextmanager
 async def links(num_ranks: int, host: str = LOOPBACK) -> AsyncIterator[list[TcpLink]]:
     """Open the links of all ranks, in one process; what carries them are real sockets."""
-    before, waits = descriptors(), watched().keys()
     async with contextlib.AsyncExitStack() as stack:
         doors = [stack.enter_context(listening(num_ranks)) for _ in range(num_ranks)]
         addresses = [address_of(door, host) for door in doors]
@@ -55,8 +75,7 @@ async def links(num_ranks: int, host: str = LOOPBACK) -> AsyncIterator[list[TcpL
             for rank, door in enumerate(doors)
         ]
         assert not any(events & selectors.EVENT_WRITE for events in watched().values())
-    assert descriptors() <= before
-    assert watched().keys() == waits
+        assert not timers()
 
 
 @contextlib.contextmanager
@@ -68,7 +87,7 @@ def slab_of(data: bytes = b"", nbytes: int = 0) -> Iterator[Slab]:
         yield slab
     finally:
         slab.close()
-    assert slab._map.closed
+        assert slab._map.closed
 
 
 async def take(link: TcpLink, rank: int, tag: int, nbytes: int) -> bytes:
@@ -258,7 +277,6 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def link_and_peer() -> AsyncIterator[tuple[TcpLink, Address, Peer]]:
-    before, waits = descriptors(), watched().keys()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
         listener.settimeout(0)
@@ -269,8 +287,6 @@ async def link_and_peer() -> AsyncIterator[tuple[TcpLink, Address, Peer]]:
             tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link,
         ):
             yield link, addresses[0], Peer(stack, listener)
-    assert descriptors() <= before
-    assert watched().keys() == waits
 
 
 ASK = struct.Struct("<I")
@@ -309,8 +325,6 @@ async def test_what_goes_over_the_wire() -> None:
 
 async def test_what_comes_as_it_is_cancelled_does_no_harm() -> None:
     """The task has not heard of that yet: its memory is still its own."""
-    unhandled: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, said: unhandled.append(said))
     async with link_and_peer() as (link, _, peer):
         taking = asyncio.create_task(take(link, 1, 1, 1))
         called = await peer.called()
@@ -323,7 +337,6 @@ async def test_what_comes_as_it_is_cancelled_does_no_harm() -> None:
             inlet._try(inlet._read)
         with pytest.raises(asyncio.CancelledError):
             await taking
-    assert not unhandled
 
 
 @pytest.mark.parametrize("ends", ["taking is cancelled", "giving is cancelled", "peer goes"])
@@ -336,13 +349,23 @@ async def test_who_is_in_the_middle_of_a_message_ends_with_the_link(ends: str) -
         await peer.say(called, HEAD.pack(1, HUGE) + bytes(MiB))
         calling = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
         await peer.read(calling, MiB)
-        await until(lambda: link._inlets[1]._tag == 1)
+        more = [
+            asyncio.create_task(take(link, 1, 2, 1)),
+            asyncio.create_task(give(link, [1], 2, b"x")),
+        ]
+        await until(lambda: link._inlets[1]._tag == 1 and 2 in link._outlets[1]._offered)
+        ends_of_both = link._inlets[1], link._outlets[1]  # what they had goes, if they do not
         if ends == "peer goes":
             calling.close()
         else:
             (taking if ends.startswith("taking") else giving).cancel()
         done, _ = await asyncio.wait((taking, giving), timeout=TIMEOUT_S / 2)
         assert len(done) == 2
+        assert all(
+            isinstance(e, PeerLostError)
+            for e in await asyncio.gather(*more, return_exceptions=True)
+        )
+        assert not any(end.is_open or end.is_awaited for end in ends_of_both)
         for task, own_end in ((taking, "taking is cancelled"), (giving, "giving is cancelled")):
             if ends == own_end:
                 assert task.cancelled()
@@ -460,37 +483,68 @@ async def test_who_cannot_answer_says_so_once() -> None:
             assert door.num_tries == 1
 
 
-async def test_a_rank_that_is_not_there_is_named_with_its_address() -> None:
+@pytest.mark.parametrize(
+    ("host", "why"), [(LOOPBACK, "Connection refused"), ("255.255.255.255", "unreachable|denied")]
+)
+async def test_a_rank_that_is_not_there_is_named_with_its_address(host: str, why: str) -> None:
     """At once where somebody says so; and what would do without it."""
     with listening(2) as door, socket.create_server((LOOPBACK, 0)) as listener:
-        addresses = [address_of(door), address_of(listener)]
+        addresses = [address_of(door), address_of(listener, host)]
         listener.close()
         async with tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link:
-            with pytest.raises(
-                PeerLostError, match=r"(?s)rank 1 .*refused.*exchange=.off"
-            ) as raised:
+            with pytest.raises(PeerLostError, match=rf"rank 1 .*({why}).*exchange=.off") as raised:
                 await take(link, 1, 1, 1)
     assert raised.value.ranks == (1,)
-    assert f"{LOOPBACK}, port {addresses[1].port}" in str(raised.value)
+    assert f"{host}, port {addresses[1].port}" in str(raised.value)
 
 
-async def test_nor_is_one_waited_for_that_never_answers() -> None:
-    """As behind a firewall that says nothing; here, where nobody takes who calls."""
+@contextlib.contextmanager
+def crowded() -> Iterator[tuple[socket.socket, contextlib.ExitStack]]:
+    """Listen where nobody who calls is answered, as long as some others wait there."""
     with (
-        listening(2) as door,
         socket.create_server((LOOPBACK, 0), backlog=0) as listener,
         contextlib.ExitStack() as crowd,
     ):
-        addresses = [address_of(door), address_of(listener)]
+        listener.settimeout(0)
         for _ in range(3):
             waiting = crowd.enter_context(socket.socket())
             waiting.settimeout(0)
-            waiting.connect_ex(addresses[1])
-        before = descriptors()
+            waiting.connect_ex(listener.getsockname())
+        yield listener, crowd
+
+
+async def test_what_is_asked_before_somebody_answers_is_asked_then() -> None:
+    """All of it, when the system calls again: after a second."""
+    loop = asyncio.get_running_loop()
+    with listening(2) as door, crowded() as (listener, crowd):
+        addresses = [address_of(door), address_of(listener)]
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            tcp_link(0, addresses, TOKEN, door, timeout_s=TIMEOUT_S) as link,
+        ):
+            takes = [asyncio.create_task(take(link, 1, tag, 1)) for tag in range(3)]
+            await until(lambda: len(getattr(link._inlets.get(1), "_rooms", ())) == 3)
+            crowd.close()
+            said = b""
+            while not said:
+                connection, _ = await loop.sock_accept(listener)
+                with connection:
+                    if said := await loop.sock_recv(connection, 52):
+                        assert said == hello(TOKEN.encode(), 0)
+                        asked = await loop.sock_recv(connection, 3 * ASK.size)
+                        assert asked == b"".join(ASK.pack(tag) for tag in range(3))
+                        for tag in range(3):
+                            await loop.sock_sendall(connection, HEAD.pack(tag, 1) + bytes([tag]))
+                        assert [await each for each in takes] == [b"\0", b"\1", b"\2"]
+
+
+async def test_nor_is_one_waited_for_that_never_answers() -> None:
+    """As behind a firewall that says nothing."""
+    with listening(2) as door, crowded() as (listener, _):
+        addresses = [address_of(door), address_of(listener)]
         async with tcp_link(0, addresses, TOKEN, door, timeout_s=0.01) as link:
             with pytest.raises(PeerLostError, match=r"no answer within 0\.01 s"):
                 await take(link, 1, 1, 1)
-            assert descriptors() == before
         async with asyncio.timeout(TIMEOUT_S):
             with listening(2) as other:
                 async with tcp_link(0, addresses, TOKEN, other, timeout_s=1e6) as link:
