@@ -16,6 +16,7 @@ import signal
 import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from bench.harness import Clock
 from bench.sharded import locals_of, spread_gpt
 from bench.states import Proof, blank, state_nbytes
 from ckptio import CheckpointConfig
+from ckptio.ranks import join
 from ckptio.sync import Engine
 
 if TYPE_CHECKING:
@@ -42,13 +44,21 @@ if TYPE_CHECKING:
     Json = Any
 
 _PR_SET_PDEATHSIG = 1
+#: What is in a method of ckptio's beside options.
+_NO_OPTIONS = ("by", "is_apart")
+
+
+def _on_own_host() -> contextlib.AbstractContextManager[object]:
+    """Have an engine that is opened meanwhile take this rank for the only one of its host."""
+    return patch.object(join, "this_host", lambda: f"host-{dist.get_rank()}")
 
 
 class Rank:
     """What an order may ask for: each public method is one, its arguments are JSON.
 
     A *method* says how to save or load: `{"by": "ckptio"}` with options of
-    `CheckpointConfig`; `{"by": "dcp"}` with those of `DcpPeer` and `keeps_plans`; or
+    `CheckpointConfig`, and `is_apart` to have each rank on a host of its own, by name;
+    `{"by": "dcp"}` with those of `DcpPeer` and `keeps_plans`; or
     `{"by": "broadcast"}`, a load with DCP on rank 0 that is broadcast.
     """
 
@@ -133,8 +143,10 @@ class Rank:
     def _engine(self, method: Mapping[str, Json]) -> Engine:
         key = json.dumps(method, sort_keys=True)
         if key not in self._engines:
-            options = {name: value for name, value in method.items() if name != "by"}
-            engine = self._stack.enter_context(Engine(CheckpointConfig(**options)))
+            options = {name: value for name, value in method.items() if name not in _NO_OPTIONS}
+            engine = Engine(CheckpointConfig(**options))
+            with _on_own_host() if method.get("is_apart") else contextlib.nullcontext():
+                self._stack.enter_context(engine)
             engine.prewarm()
             self._engines[key] = engine
         return self._engines[key]

@@ -77,9 +77,10 @@ async def replicated_load(bench: Bench) -> None:
 
     As with DDP, or when a state that was sharded is looked at whole. ckptio with each
     setting of `exchange`: read by every rank for itself ("off"), read once and passed on
-    ("on"), or whichever it takes for faster ("auto"). Against dcp.load, in which every rank
-    reads all, and against a load on rank 0 that is broadcast. The slowest rank counts; rates
-    are those of one rank's bytes.
+    ("on"), or whichever it takes for faster ("auto"). Ranks of one host pass it on in shared
+    memory; over TCP as ranks of several hosts do, here through the loopback interface.
+    Against dcp.load, in which every rank reads all, and against a load on rank 0 that is
+    broadcast. The slowest rank counts; rates are those of one rank's bytes.
     """
     for world_size in WORLD_SIZES:
         with job(bench, world_size) as ranks:
@@ -87,6 +88,7 @@ async def replicated_load(bench: Bench) -> None:
             ranks.make("whole")
             ways = [ckptio('ckptio (exchange="auto")')]  # the default, so the engine is one
             ways += [ckptio(f'ckptio (exchange="{e}")', exchange=e) for e in ("on", "off")]
+            ways += [ckptio('ckptio (exchange="on", TCP)', exchange="on", is_apart=True)]
             for how, is_cold in _HOW:
                 await bench.compare(
                     f"{how} load of everything by each of {world_size} ranks",
