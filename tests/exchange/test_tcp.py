@@ -386,6 +386,7 @@ async def test_what_has_come_is_taken_though_the_rank_has_gone() -> None:
         await giving
         taking = asyncio.create_task(take(link, 1, 1, 1))
         called = await peer.called()
+        assert await peer.read(called, 4) == ASK.pack(1)  # else closing it takes back what it says
         calling.close()
         await until(lambda: 1 in link._lost)
         await peer.say(called, HEAD.pack(1, 1) + b"y")
