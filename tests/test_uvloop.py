@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_states_come_back(tmp_path: Path) -> None:
             loops.add(type(asyncio.get_running_loop()).__module__)
 
     async def train() -> None:
-        state = {"w": torch.randn(20 * MiB // 4), "step": 1}
+        state: dict[str, Any] = {"w": torch.randn(20 * MiB // 4), "step": 1}
         async with Engine(SMALL_POOL, observer=observe) as engine:
             await engine.save(state, tmp_path / "c")
             state["step"] = 2
