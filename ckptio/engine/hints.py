@@ -16,7 +16,7 @@ import torch
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.fills import names_of
 from ckptio.state.members import members_of
-from ckptio.state.tree import read_tree
+from ckptio.state.tree import children, read_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ def hint_for(match: Match, target: Any, manifest: Manifest, rank: int) -> str:
     names = (
         _level(match, given, tree)
         or _empty(target, match.unexpected)
-        or _nesting(match.missing, match.unexpected)
+        or _nesting(match.missing, match.unexpected, tree)
         or _prefix(match.missing, match.unexpected)
         or _numbers(match.missing, match.unexpected)
         or _beside(target, _lacking(match, given), match.unexpected, tree)
@@ -142,6 +142,8 @@ def _level(match: Match, given: Sequence[str], tree: Json) -> str:
         what = f"the target's names are those below {places}"
         if _leads(tree, above[0]):
             return f"{what}: pass into={_nested(above[0], 'target')}"
+        if all(f"{part}." in WRAPPERS for part in above[0].split(".")):
+            return ""  # keys with a prefix, of which more is known
         return f"{what}: take them from what load() returns without into="
     below = _added(match.unexpected, given)
     if below:
@@ -241,7 +243,7 @@ def _empty(target: Any, unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def _nesting(missing: Sequence[str], unexpected: Sequence[str], tree: Json) -> str:
     """Say so if the same name stands for other keys: dots may be between them, or in one."""
     both = sorted(set(missing) & set(unexpected))
     if not both:
@@ -251,8 +253,8 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
                 continue
             below = next((n for n in unexpected if n.startswith(f"{name}.")), None)
             if below is not None:
-                held, _, key = name.rpartition(".")
-                key += below.removeprefix(name)
+                held = _holder(tree, below)
+                key = below.removeprefix(f"{held}.") if held else below
                 place = repr(held) if held else "the target"
                 return (
                     f"what the checkpoint has below {name!r} are keys with dots, as in a"
@@ -269,6 +271,23 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         " key, {'model': {'layer.weight': tensor}}), or of keys of other types (1, '1' and an enum"
         " that is 1 are three)"
     )
+
+
+def _holder(tree: Json, fqn: str) -> str:
+    """Name what holds a tensor or a value as one of its keys, however many dots the key has."""
+    held, node = "", tree
+    while True:
+        if type(node) is list:
+            items: Iterable[tuple[str, Json]] = (
+                (join_fqn(held, i), item) for i, item in enumerate(node)
+            )
+        else:
+            items = children(held, node) if type(node) is dict else ()
+        inside = ((name, item) for name, item in items if fqn.startswith(f"{name}."))
+        name, node = next(inside, ("", None))
+        if not name:
+            return held
+        held = name
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -88,6 +88,11 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             {"m": {"0": torch.nn.Linear(2, 2)}},
             "have such keys in 'm', {'0.w': tensor}",
         ),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"_orig_mod.module": torch.nn.Linear(2, 2)}},
+            "have such keys in 'm', {'_orig_mod.module.w': tensor}",
+        ),
         ({"0.w": 1}, {"0": torch.nn.Linear(2, 2)}, "have such keys in the target, {'0.w': tensor}"),
         (
             {"b": 1, "a": {"x": 2}},
@@ -147,6 +152,23 @@ def test_names_that_from_pretrained_would_convert_are_explained(tmp_path: Path) 
     with pytest.raises(MismatchError) as caught:
         sync.load(tmp_path, into=more)
     assert "from_pretrained" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_a_prefix_of_all_names_is_told_as_that_of_a_wrapper(tmp_path: Path, prefix: str) -> None:
+    """As in a file of a whole state_dict: its keys have it, and it is no key of its own."""
+    net = torch.nn.Linear(2, 2)
+    stored = {f"{prefix}{name}": tensor for name, tensor in net.state_dict().items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    torch.save(stored, tmp_path / "old.pt")
+    for path in (tmp_path, tmp_path / "old.pt"):
+        with pytest.raises(MismatchError, match="or into a dict of the target's tensors"):
+            sync.load(path, into=net)
+    target = {f"{prefix}{name}": tensor for name, tensor in net.state_dict().items()}
+    sync.load(tmp_path / "old.pt", into=target)
+    sync.save({"module": net}, tmp_path / "nested")
+    with pytest.raises(MismatchError, match=r"pass into=\{'module': target\}"):
+        sync.load(tmp_path / "nested", into=net)
 
 
 def test_another_floating_point_type_is_told_what_converts(tmp_path: Path) -> None:
