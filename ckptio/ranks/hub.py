@@ -269,7 +269,7 @@ class Hub:
                 problem = (
                     f"{name_ranks(absent)} did not come to round {meeting.phase!r} within"
                     f" {meet_s:g} s; every rank of the job has to make the same calls, or wait"
-                    " longer with meet_timeout_s"
+                    " longer with meet_timeout_s; one that saves or loads alone passes ranks='solo'"
                 )
                 self._fail(meeting, problem, dict.fromkeys(absent, "did not come"))
                 self.part(f"{name_ranks(absent)} did not come to an earlier call")

@@ -546,7 +546,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             assert str(errors[0]) == (
                 "session 'save' failed: ranks 1, 3 did not come to round 'plan' within 60 s;"
                 " every rank of the job has to make the same calls, or wait longer with"
-                " meet_timeout_s"
+                " meet_timeout_s; one that saves or loads alone passes ranks='solo'"
             )
             assert errors[0].causes == {1: "did not come", 3: "did not come"}
 
