@@ -60,7 +60,7 @@ def test_states_come_back(tmp_path: Path) -> None:
             loaded = await engine.load(tmp_path / "c")
             assert loaded["step"] == 2
             assert torch.equal(loaded["w"], state["w"])
-            target = {"w": torch.zeros_like(state["w"]), "step": 0}
+            target: dict[str, Any] = {"w": torch.zeros_like(state["w"]), "step": 0}
             await engine.load(tmp_path / "c", into=target)
             assert torch.equal(target["w"], state["w"])
 
