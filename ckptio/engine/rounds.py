@@ -38,21 +38,41 @@ async def meet(
         path: What all this is about.
         context: The engine's.
     """
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-
-    timers: list[asyncio.TimerHandle] = []
-
-    def say() -> None:
-        waited_s, absent = loop.time() - began_s, tuple(session.absent())
-        context.emit(RanksAwaited(path=path, phase=phase, absent=absent, waited_s=waited_s))
-        if context.observer is None:
-            whom = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
-            _log.warning("%s: waiting for %s; every rank has to make this call", path, whom)
-        timers[:] = [loop.call_later(_REMIND_S, say)]
-
-    timers.append(loop.call_later(_PATIENCE_S, say))
+    reminder = _Reminder(session, phase, path, context)
     try:
         return await session.round(phase, message, decide)
     finally:
-        timers[0].cancel()
+        reminder.stop()
+
+
+class _Reminder:
+    """Says again and again that others keep a rank waiting. Begins when it is made."""
+
+    def __init__(self, session: Session, phase: str, path: str, context: EngineContext) -> None:
+        self._session = session
+        self._phase = phase
+        self._path = path
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        self._timer = self._loop.call_later(_PATIENCE_S, self._say)
+
+    def stop(self) -> None:
+        """Say no more. The timer lets go of this: no reference cycle."""
+        self._timer.cancel()
+
+    def _say(self) -> None:
+        absent = tuple(self._session.absent())
+        self._context.emit(
+            RanksAwaited(
+                path=self._path,
+                phase=self._phase,
+                absent=absent,
+                waited_s=self._loop.time() - self._began_s,
+            )
+        )
+        if self._context.observer is None:
+            whom = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
+            words = "%s: waiting for %s; every rank has to make this call"
+            _log.warning(words, self._path, whom)
+        self._timer = self._loop.call_later(_REMIND_S, self._say)
