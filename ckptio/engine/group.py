@@ -216,10 +216,12 @@ async def _pass_on(
     try:
         link = await links.enter_async_context(opening)
         await read_shared(part, reading, link, context)
-    except PeerLostError:
+    except PeerLostError as error:
         # a rank that failed, or died, has left the link: the group is about to hear of that,
-        # and then stops this one; what it has to say itself would only hide the cause
-        await asyncio.sleep(context.config.peer_timeout_s)
+        # and then stops this one; what it has to say itself would only hide the cause. Where no
+        # rank is to blame, this one alone knows the cause
+        if error.ranks:
+            await asyncio.sleep(context.config.peer_timeout_s)
         raise
 
 

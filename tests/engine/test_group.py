@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,11 @@ from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from ckptio import CheckpointConfig, Engine
+    from ckptio.engine.context import EngineContext
+    from ckptio.exchange.link import BulkLink
 
 BLOCK = SMALL.block_nbytes
 ON = config_with(exchange="on")
@@ -483,6 +486,35 @@ def test_what_is_damaged_between_ranks_fails_the_load(seed: int, tag: int) -> No
             assert "checksum" in str(ends[0])
 
     run_virtual(scenario(), seed=seed)
+
+
+class ClosedDoor(MemoryLinker):
+    """Rank 1 has no link: too many files are open there, say."""
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, offer: Any, context: EngineContext, session: object, path: str
+    ) -> AsyncIterator[BulkLink]:
+        if context.ranks.rank == 1:
+            raise PeerLostError("other ranks cannot be answered", ranks=())
+        async with super().open(offer, context, session, path) as link:
+            yield link
+
+
+def test_who_fails_to_link_by_its_own_fault_says_so_at_once() -> None:
+    """No other rank could say why, so none is waited for."""
+
+    async def scenario() -> None:
+        async with job(3, config=ON, linker=ClosedDoor(3)) as ranks:
+            await save_states(ranks, [replicated()] * 3)
+            before_s = asyncio.get_running_loop().time()
+            for end in await try_to_load(ranks, [replicated()] * 3):
+                assert isinstance(end, RankError)
+                assert not isinstance(end, PeerLostError)
+                assert end.causes == {1: "PeerLostError: other ranks cannot be answered"}
+            assert asyncio.get_running_loop().time() - before_s < ON.peer_timeout_s
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_ranks_with_different_options_are_told() -> None:
