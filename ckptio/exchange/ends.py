@@ -16,7 +16,7 @@ and keep it when nobody wants it any more; and tasks around `loop.sock_recv_into
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import os
 import socket
 import struct
@@ -28,12 +28,14 @@ from ckptio.errors import PeerLostError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HELLO = struct.Struct("<16s32sI")
 _ASK = struct.Struct("<I")
 _HEAD = struct.Struct("<IQ")
-_GREETING = b"ckptio exchange\n"
 #: Of requests at a time; a lane has one.
 _ASKED_NBYTES = 4096
+#: Read of a connection before others have their turn; more than sockets hold.
+_HEARD_NBYTES = 8 << 20
+#: Seconds without anything before a connection is tried, then between tries; and how many.
+_IDLE_S, _TRY_S, _NUM_TRIES = 60, 15, 4
 
 
 class Address(NamedTuple):
@@ -46,11 +48,6 @@ class Address(NamedTuple):
 
     host: str
     port: int
-
-
-def hello(token: bytes, rank: int) -> bytes:
-    """Say what a rank says when it calls."""
-    return _HELLO.pack(_GREETING, token, rank)
 
 
 class End:
@@ -82,7 +79,7 @@ class End:
         if self._connection is not None:
             self._loop.remove_reader(self._connection)
             self._loop.remove_writer(self._connection)
-            self._connection.close()
+            end(self._connection)
             self._connection = None
         for future in self._futures.values():
             if not future.done():
@@ -93,33 +90,42 @@ class End:
     def _open(self, connection: socket.socket) -> None:
         """Begin to read and write."""
         self._connection = connection
-        self._loop.add_reader(connection, self._try, self._read)
-        self._try(self._write)
+        self._loop.add_reader(connection, self._hear)
+        self._flush()
 
-    def _try(self, step: Callable[[socket.socket], None]) -> None:
-        """Do something with the socket, or as much as can be done now. Any error ends it."""
-        if self._connection is None:
-            return
+    def _hear(self) -> None:
+        """Read all that is there: uvloop tells but once of a connection that was reset."""
+        num_left = _HEARD_NBYTES
         try:
-            step(self._connection)
+            while self._connection is not None and num_left > 0:
+                num_left -= self._read(self._connection)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._lose(self, _text_of(error))
+            self._lose(self, text_of(error))
 
-    def _read(self, connection: socket.socket) -> None:
-        raise NotImplementedError
-
-    def _write(self, connection: socket.socket) -> None:
-        raise NotImplementedError
-
-    def _await_space(self, connection: socket.socket, *, wanted: bool) -> None:
-        """Have the loop call `_write` when the socket takes more, or not any longer."""
-        if wanted and not self._awaits_space:
-            self._loop.add_writer(connection, self._try, self._write)
-        elif self._awaits_space and not wanted:
+    def _flush(self) -> None:
+        """Send what the socket takes, and have the loop call again while there is more."""
+        if (connection := self._connection) is None:
+            return
+        try:
+            has_more = self._write(connection)
+        except (BlockingIOError, InterruptedError):
+            has_more = True
+        except OSError as error:
+            self._lose(self, text_of(error))
+            return
+        if has_more and not self._awaits_space:
+            self._loop.add_writer(connection, self._flush)
+        elif self._awaits_space and not has_more:
             self._loop.remove_writer(connection)
-        self._awaits_space = wanted
+        self._awaits_space = has_more
+
+    def _read(self, connection: socket.socket) -> int:
+        raise NotImplementedError
+
+    def _write(self, connection: socket.socket) -> bool:
+        raise NotImplementedError
 
     def _expect(self, tag: int) -> asyncio.Future[None]:
         """Make what becomes done with a message."""
@@ -128,8 +134,7 @@ class End:
 
     def _finish(self, tag: int) -> None:
         """Tell who waits for a message that its memory is free; it may be about to be cancelled."""
-        future = self._futures.pop(tag)
-        if not future.done():
+        if not (future := self._futures.pop(tag)).done():
             future.set_result(None)
 
 
@@ -157,14 +162,18 @@ class Inlet(End):
         self._tag: int | None = None  # of the message that fills it
 
     def take(self, tag: int, room: memoryview) -> asyncio.Future[None]:
-        """Ask for a message that fills a room, and is written there until the future is done."""
+        """Ask for a message that fills a room, and is written there until the future is done.
+
+        Raises:
+            OSError: This rank can open no connection, which no other one is to blame for.
+        """
         self._rooms[tag] = room
         self._unsent += _ASK.pack(tag)
         taken = self._expect(tag)
         if self._connection is None:
             self._call()
         elif self._timer is None:
-            self._try(self._write)
+            self._flush()
         return taken
 
     def close(self, why: str, ranks: tuple[int, ...]) -> None:
@@ -176,12 +185,12 @@ class Inlet(End):
         super().close(why, ranks)
 
     def _call(self) -> None:
-        """Begin to connect."""
+        """Begin to connect; `OSError` if this rank has too many files open for that, say."""
+        family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
+        self._connection = socket.socket(family)
         try:
-            family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
-            self._connection = socket.socket(family)
             self._connection.settimeout(0)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(self._connection)
             self._timer = self._loop.call_later(
                 self._timeout_s, self._miss, f"no answer within {self._timeout_s:g} s"
             )
@@ -190,7 +199,7 @@ class Inlet(End):
         except BlockingIOError:
             pass  # it is on its way
         except OSError as error:
-            self._miss(_text_of(error))
+            self._miss(text_of(error))
 
     def _answered(self) -> None:
         """Go on with a connection, or say why there is none."""
@@ -214,22 +223,20 @@ class Inlet(End):
             " without, and lets each rank read for itself",
         )
 
-    def _write(self, connection: socket.socket) -> None:
-        """Say what is asked for."""
-        try:
-            if self._unsent:
-                del self._unsent[: connection.send(self._unsent)]
-        finally:
-            self._await_space(connection, wanted=bool(self._unsent))
+    def _write(self, connection: socket.socket) -> bool:
+        """Say what is asked for; whether there is more to say."""
+        if self._unsent:
+            del self._unsent[: connection.send(self._unsent)]
+        return bool(self._unsent)
 
-    def _read(self, connection: socket.socket) -> None:
-        """Take what is there of the head of a message, or of its bytes."""
+    def _read(self, connection: socket.socket) -> int:
+        """Take what is there of the head of a message, or of its bytes; gives how much."""
         count = connection.recv_into(self._rest)
         if not count:
             raise ConnectionError("its connection ended")
         self._rest = self._rest[count:]
         if self._rest:
-            return
+            return count
         if self._tag is None:
             tag, nbytes = _HEAD.unpack(self._head)
             room = self._rooms.pop(tag, None)
@@ -239,6 +246,7 @@ class Inlet(End):
         else:
             tag, self._tag, self._rest = self._tag, None, memoryview(self._head)
             self._finish(tag)
+        return count
 
 
 class Outlet(End):
@@ -273,17 +281,17 @@ class Outlet(End):
         self._parts.clear()
         super().close(why, ranks)
 
-    def _read(self, connection: socket.socket) -> None:
-        """Take what is asked for."""
+    def _read(self, connection: socket.socket) -> int:
+        """Take what is asked for; gives how many bytes say so."""
         data = connection.recv(_ASKED_NBYTES)
         if not data:
             raise ConnectionError("its connection ended")
         words = self._words + data
-        usable = len(words) // _ASK.size * _ASK.size
-        self._words = words[usable:]
-        for (tag,) in _ASK.iter_unpack(words[:usable]):
+        self._words = words[len(words) // _ASK.size * _ASK.size :]
+        for (tag,) in _ASK.iter_unpack(words[: len(words) - len(self._words)]):
             self._asked.add(tag)
             self._match(tag)
+        return len(data)
 
     def _match(self, tag: int) -> None:
         """Have a message leave if both sides are ready for it."""
@@ -291,15 +299,13 @@ class Outlet(End):
             self._asked.remove(tag)
             self._leaving.append(tag)
             if not self._awaits_space:
-                self._try(self._write)
+                self._flush()
 
-    def _write(self, connection: socket.socket) -> None:
-        """Send what leaves, as much of it as the socket takes."""
-        try:
-            while self._leaving:
-                self._send_first(connection)
-        finally:
-            self._await_space(connection, wanted=bool(self._leaving))
+    def _write(self, connection: socket.socket) -> bool:
+        """Send what leaves, all of it; `BlockingIOError` if the socket does not take that."""
+        while self._leaving:
+            self._send_first(connection)
+        return False
 
     def _send_first(self, connection: socket.socket) -> None:
         """Send what the socket takes of the first message; `BlockingIOError` if it is full."""
@@ -317,76 +323,29 @@ class Outlet(End):
             self._finish(tag)
 
 
-class Door:
-    """Where other ranks call; lets in who knows the token.
+def tune(connection: socket.socket) -> None:
+    """Have what is sent go at once, and find out where the way is lost while nothing is sent.
+
+    A firewall may forget a connection over which nothing goes for minutes, while ranks read, and
+    then drops all that comes: whoever waits to take something would do so for ever.
 
     Args:
-        listener: Non-blocking; closed in the end.
-        token: Of the exchange.
-        welcome: Takes a rank and its connection; whether it did.
-        fail: Called with why nobody can be let in any more, and the ranks to blame: none.
+        connection: One, or a socket that listens; those that it accepts are tuned then, too.
     """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        welcome: Callable[[int, socket.socket], bool],
-        fail: Callable[[str, tuple[int, ...]], None],
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._token = token
-        self._welcome = welcome
-        self._fail = fail
-        self._guests: dict[socket.socket, bytearray] = {}
-        self._loop.add_reader(listener, self._answer)
-
-    def close(self) -> None:
-        """Let nobody in any more, nor keep anybody who has not said who it is. May be repeated."""
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-        for guest in self._guests:
-            self._loop.remove_reader(guest)
-            guest.close()
-        self._guests.clear()
-
-    def _answer(self) -> None:
-        try:
-            guest, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return  # it has gone again
-        except OSError as error:  # too many files are open, say: it would be tried without end
-            self.close()
-            self._fail(f"other ranks cannot be answered: {_text_of(error)}", ())
-            return
-        guest.settimeout(0)
-        self._guests[guest] = bytearray()
-        self._loop.add_reader(guest, self._hear, guest)
-
-    def _hear(self, guest: socket.socket) -> None:
-        """Take what is there of a hello. Who says something else, or goes, is let go."""
-        said = self._guests[guest]
-        try:
-            heard = guest.recv(_HELLO.size - len(said))
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            heard = b""
-        said += heard
-        if heard and len(said) < _HELLO.size:
-            return
-        del self._guests[guest]
-        self._loop.remove_reader(guest)
-        if not (heard and self._is_let_in(guest, bytes(said))):
-            guest.close()
-
-    def _is_let_in(self, guest: socket.socket, said: bytes) -> bool:
-        greeting, token, rank = _HELLO.unpack(said)
-        is_known = greeting == _GREETING and hmac.compare_digest(token, self._token)
-        return is_known and self._welcome(rank, guest)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _TRY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_TRIES)
 
 
-def _text_of(error: OSError) -> str:
+def end(connection: socket.socket) -> None:
+    """Close a socket, and end its connection, though a child was forked that has it, too."""
+    with contextlib.suppress(OSError):  # there is no connection, or it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def text_of(error: OSError) -> str:
+    """Say what went wrong, as the system does."""
     return error.strerror or str(error)

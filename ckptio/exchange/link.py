@@ -66,5 +66,6 @@ class BulkLink(Protocol):
 
         Raises:
             PeerLostError: The rank went away, or the link is broken.
+            OSError: This rank cannot take it, whatever the other one does; that breaks the link.
         """
         ...

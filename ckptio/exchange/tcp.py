@@ -12,9 +12,9 @@ returns, whatever its peers do and however much of a message is under way.
 Where each rank is reached, and a token that tells the ranks of an exchange from whoever else
 calls, they have told each other before, over the connections of their group.
 
-A peer that dies is noticed at once by whoever is connected to it. One that freezes is not, nor
-one that dies before it has called: the ranks of the group watch each other by other means, and
-cancel.
+A peer that dies is noticed at once by whoever is connected to it, and a way that is lost within
+minutes. A peer that freezes is not, nor one that dies before it has called: the ranks of the group
+watch each other by other means, and cancel.
 
 Rejected: gloo. Every wait for it takes a thread; one in the middle of a message never ends when
 its connections are closed, whoever closes them; and nothing stops its meeting. It is no faster
@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 from typing import TYPE_CHECKING
 
 from ckptio.errors import PeerLostError
-from ckptio.exchange.ends import Door, Inlet, Outlet, hello
+from ckptio.exchange.door import Door, hello
+from ckptio.exchange.ends import Inlet, Outlet, tune
 from ckptio.ranks.host import listen_everywhere
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from ckptio.exchange.ends import Address, End
@@ -51,7 +52,7 @@ def listening(num_callers: int) -> Iterator[socket.socket]:
     """
     with listen_everywhere(num_callers) as listener:
         listener.settimeout(0)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # whoever calls has it, too
+        tune(listener)  # and so the connections of whoever calls
         yield listener
 
 
@@ -110,13 +111,13 @@ class TcpLink:
             for rank in ranks:
                 self._require(rank)
                 sent.append(self._outlet(rank).offer(tag, slab.view[:nbytes]))
-            for each in sent:
-                await each
+            while sent:
+                await sent.pop()  # in no variable: its error refers to this frame, as below
         except BaseException:
             self.break_off()
             raise
         finally:
-            sent.clear()  # the error of one refers to this frame: no reference cycle
+            sent.clear()  # no reference cycle
 
     @contextlib.asynccontextmanager
     async def receive(

@@ -8,13 +8,15 @@ import os
 import selectors
 import socket
 import struct
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PeerLostError
-from ckptio.exchange.ends import Address, hello
+from ckptio.exchange.door import hello
+from ckptio.exchange.ends import Address
 from ckptio.exchange.tcp import TcpLink, listening, tcp_link
 from ckptio.staging.pool import Slab
 
@@ -212,6 +214,33 @@ async def test_one_lost_taker_ends_a_message_for_the_other_too() -> None:
             await refused
 
 
+async def test_a_send_that_failed_is_let_go_of() -> None:
+    """Without a collection of garbage: its error has the frame that has its memory."""
+    async with links(3) as (a, b, _):
+
+        async def error_of_send() -> weakref.ref[BaseException]:
+            sending = asyncio.create_task(give(a, [1, 2], 1, b"x"))
+            giving = asyncio.create_task(give(b, [0], 2, b"x"))
+            await take(a, 1, 2, 1)
+            await giving
+            b.break_off()
+            await asyncio.wait((sending,))
+            try:
+                await sending
+            except PeerLostError as error:
+                return weakref.ref(error)
+            finally:
+                del sending
+            raise AssertionError("it went well")
+
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await error_of_send())() is None
+        finally:
+            gc.enable()
+
+
 async def test_who_has_gone_is_missed_by_whoever_comes_later() -> None:
     """Nobody waited for it. What needs others only goes on, and ends when something needs it."""
     async with links(3) as (a, b, c):
@@ -302,6 +331,9 @@ async def test_nothing_waits_for_more_to_send() -> None:
         for connection in (a._outlets[1]._connection, b._inlets[0]._connection):
             assert connection is not None
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            # nor does anybody wait for ever where a firewall has forgotten the connection
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 240
 
 
 async def test_what_goes_over_the_wire() -> None:
@@ -334,7 +366,7 @@ async def test_what_comes_as_it_is_cancelled_does_no_harm() -> None:
         await peer.say(called, HEAD.pack(1, 1) + b"x")
         taking.cancel()
         for _ in range(2):
-            inlet._try(inlet._read)
+            inlet._hear()
         with pytest.raises(asyncio.CancelledError):
             await taking
 
@@ -376,6 +408,43 @@ async def test_who_is_in_the_middle_of_a_message_ends_with_the_link(ends: str) -
         if ends != "peer goes":
             assert await peer.has_ended(calling)
         assert await peer.has_ended(called)
+
+
+@pytest.mark.parametrize("said", [b"", HEAD.pack(1, HUGE), HEAD.pack(1, HUGE) + b"x" * KiB])
+async def test_a_loop_need_not_tell_twice_that_a_connection_was_reset(said: bytes) -> None:
+    """Whatever came before that lies unread: uvloop tells once."""
+    async with link_and_peer() as (link, _, peer):
+        taking = asyncio.create_task(take(link, 1, 1, HUGE))
+        called = await peer.called()
+        inlet = link._inlets[1]
+        assert inlet._connection is not None
+        await peer.read(called, 4)
+        asyncio.get_running_loop().remove_reader(inlet._connection)
+        await peer.say(called, said)
+        called.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        called.close()
+        inlet._hear()
+        with pytest.raises(PeerLostError, match="rank 1 broke off: Connection reset"):
+            await taking
+
+
+async def test_nobody_waits_to_send_over_what_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may refuse that, as uvloop does; it ends with what the socket says."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the handler is closed")
+
+    async with link_and_peer() as (link, _, peer):
+        taking = asyncio.create_task(take(link, 1, 1, 1))
+        called = await peer.called()
+        await peer.read(called, 4)
+        called.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        called.close()
+        monkeypatch.setattr(asyncio.get_running_loop(), "add_writer", refuse)
+        with pytest.raises(PeerLostError, match="rank 1 broke off: Connection reset"):
+            await take(link, 1, 2, 1)
+        with pytest.raises(PeerLostError, match="rank 1 broke off: Connection reset"):
+            await taking
 
 
 async def test_what_has_come_is_taken_though_the_rank_has_gone() -> None:
@@ -456,6 +525,43 @@ async def test_a_stranger_at_the_door_does_no_harm(said: bytes, *, stays: bool) 
             assert await peer.has_ended(stranger)
 
 
+async def test_a_link_ends_though_a_forked_child_has_its_sockets() -> None:
+    """A worker of a DataLoader, say, which lives on: descriptors of the same connections."""
+    with contextlib.ExitStack() as child:
+        async with links(2) as (a, b):
+            waits = [
+                asyncio.create_task(take(a, 1, 1, 1)),
+                asyncio.create_task(give(a, [1], 2, b"x")),
+                asyncio.create_task(take(b, 0, 3, 1)),
+            ]
+            outlets = (a._outlets, b._outlets)
+            await until(lambda: [len(o._asked) for of in outlets for o in of.values()] == [1, 1])
+            for end in (b._inlets[0], b._outlets[0]):
+                assert end._connection is not None
+                child.enter_context(end._connection.dup())
+            b.break_off()
+            async with asyncio.timeout(TIMEOUT_S):
+                for wait in waits[:2]:
+                    with pytest.raises(PeerLostError, match="exchange with rank 1 broke off"):
+                        await wait
+                with pytest.raises(PeerLostError, match="broken off before"):
+                    await waits[2]
+            child.close()
+
+
+async def test_nobody_calls_a_door_that_a_forked_child_has() -> None:
+    """It was closed: whoever calls hears that at once, and does not wait for an answer."""
+    with listening(2) as own, listening(2) as other, contextlib.ExitStack() as child:
+        addresses = [address_of(own), address_of(other)]
+        child.enter_context(other.dup())
+        async with tcp_link(1, addresses, TOKEN, other, timeout_s=TIMEOUT_S):
+            pass
+        async with tcp_link(0, addresses, TOKEN, own, timeout_s=TIMEOUT_S) as link:
+            with pytest.raises(PeerLostError, match=r"rank 1 .*refused"):
+                async with asyncio.timeout(TIMEOUT_S):
+                    await take(link, 1, 1, 1)
+
+
 class FullDoor(socket.socket):
     """Somebody calls, and no more files can be opened."""
 
@@ -482,6 +588,27 @@ async def test_who_cannot_answer_says_so_once() -> None:
             for _ in range(9):
                 await asyncio.sleep(0)
             assert door.num_tries == 1
+
+
+async def test_no_rank_is_blamed_where_too_many_files_are_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be there: this rank cannot call it. Whoever waits beside that ends, too."""
+
+    class NoSocket:
+        def __init__(self, *_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with link_and_peer() as (link, _, _):
+        giving = asyncio.create_task(give(link, [1], 1, b"x"))
+        await until(lambda: bool(link._outlets))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many") as raised:
+            patch.setattr(socket, "socket", NoSocket)
+            with contextlib.closing(Slab(4 * KiB)) as room:  # the error's frames still have it
+                await link.receive(1, 1, room, 1).__aenter__()
+        assert not isinstance(raised.value, PeerLostError)
+        with pytest.raises(PeerLostError, match="broken off before"):
+            await giving
 
 
 @pytest.mark.parametrize(
