@@ -87,10 +87,10 @@ async def _over_tcp(
     ranks = context.ranks
     with listening(ranks.world_size) as door:
         own = [ranks.address, door.getsockname()[1]]
-        doors = await meet(session, "doors", own, _reached, path=path, context=context)
+        doors = await meet(session, "doors", own, _told_to_all, path=path, context=context)
         async with tcp_link(
             ranks.rank,
-            [Address(host, port) for host, port in doors],
+            _addresses(doors, ranks.rank_0_address),
             token,
             door,
             timeout_s=context.config.peer_timeout_s,
@@ -98,11 +98,15 @@ async def _over_tcp(
             yield link
 
 
-async def _reached(doors: Sequence[Json]) -> Same:
-    """Say where each rank is called. One without an address is where rank 0 is.
+async def _told_to_all(doors: Sequence[Json]) -> Same:
+    return Same(doors)
 
-    If no rank has one, all of them reach rank 0 over the loopback interface, and each other, too:
-    they have names of several hosts, as containers do, and one network.
+
+def _addresses(doors: Sequence[Json], near: str) -> list[Address]:
+    """Say where each rank is called. One without an address is where this rank reaches rank 0.
+
+    A rank of rank 0's machine calls its neighbours over the loopback interface: they reach rank 0
+    there, or they would have an address. Ranks in containers may all be so, under the names of
+    several hosts.
     """
-    near = doors[0][0] or _LOOPBACK
-    return Same([[host or near, port] for host, port in doors])
+    return [Address(host or near or _LOOPBACK, port) for host, port in doors]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _HELLO = struct.Struct("<16s32sI")
 _GREETING = b"ckptio exchange\n"
+#: Strangers that may be at the door besides all ranks. A rank says who it is at once.
+_MAX_STRANGERS = 64
 
 
 def hello(token: bytes, rank: int) -> bytes:
@@ -27,6 +29,7 @@ class Door:
 
     Args:
         listener: Non-blocking; closed in the end.
+        num_callers: Ranks that may call.
         token: Of the exchange.
         welcome: Takes a rank and its connection; whether it did.
         fail: Called with why nobody can be let in any more, and the ranks to blame: none.
@@ -35,12 +38,14 @@ class Door:
     def __init__(
         self,
         listener: socket.socket,
+        num_callers: int,
         token: bytes,
         welcome: Callable[[int, socket.socket], bool],
         fail: Callable[[str, tuple[int, ...]], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
+        self._max_guests = num_callers + _MAX_STRANGERS
         self._token = token
         self._welcome = welcome
         self._fail = fail
@@ -64,6 +69,8 @@ class Door:
             self.close()
             self._fail(f"other ranks cannot be answered: {text_of(error)}", ())
             return
+        while len(self._guests) >= self._max_guests:
+            self._part(next(iter(self._guests)))  # it has said nothing for the longest time
         guest.settimeout(0)
         self._guests[guest] = bytearray()
         self._loop.add_reader(guest, self._hear, guest)
@@ -80,12 +87,20 @@ class Door:
         said += heard
         if heard and len(said) < _HELLO.size:
             return
+        if heard and self._is_let_in(guest, bytes(said)):
+            del self._guests[guest]
+        else:
+            self._part(guest)
+
+    def _part(self, guest: socket.socket) -> None:
+        """Let somebody go who was not let in."""
         del self._guests[guest]
         self._loop.remove_reader(guest)
-        if not (heard and self._is_let_in(guest, bytes(said))):
-            end(guest)
+        end(guest)
 
     def _is_let_in(self, guest: socket.socket, said: bytes) -> bool:
         greeting, token, rank = _HELLO.unpack(said)
-        is_known = greeting == _GREETING and hmac.compare_digest(token, self._token)
-        return is_known and self._welcome(rank, guest)
+        if greeting != _GREETING or not hmac.compare_digest(token, self._token):
+            return False
+        self._loop.remove_reader(guest)  # whoever takes it reads from it
+        return self._welcome(rank, guest)

@@ -79,7 +79,7 @@ async def tcp_link(
     """
     secret = token.encode("ascii")
     link = TcpLink(addresses, hello(secret, rank), timeout_s)
-    door = Door(listener, secret, link.welcome, link.fail)
+    door = Door(listener, len(addresses), secret, link.welcome, link.fail)
     try:
         yield link
     finally:

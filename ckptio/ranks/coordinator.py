@@ -65,6 +65,7 @@ class Coordinator:
     """
 
     rank = 0
+    address = rank_0_address = ""
 
     def __init__(self, world_size: int, token: str, deadlines: Deadlines, host: str) -> None:
         self.world_size = world_size
@@ -90,12 +91,6 @@ class Coordinator:
     def num_rounds(self) -> int:
         """Rounds this rank has gone into."""
         return self._sessions.num_rounds
-
-    @property
-    def address(self) -> str:
-        """Where other machines reach this rank; empty if all ranks are on this one."""
-        found = (wire.own_address for wire, _ in self._members.values())
-        return next((address for address in found if address), "")
 
     @property
     def num_messages(self) -> int:

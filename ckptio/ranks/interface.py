@@ -128,6 +128,8 @@ class Ranks(Protocol):
         num_rounds: Rounds this rank has gone into.
         address: Where other machines reach this rank; empty if it met rank 0 on rank 0's
             own machine. Ranks of that machine are reached where rank 0 is.
+        rank_0_address: Where this rank reaches rank 0; empty on rank 0's machine. Another
+            machine may reach it elsewhere.
     """
 
     @property
@@ -147,6 +149,9 @@ class Ranks(Protocol):
 
     @property
     def address(self) -> str: ...  # noqa: D102  # as above
+
+    @property
+    def rank_0_address(self) -> str: ...  # noqa: D102  # as above
 
     def session(
         self, key: str, title: str = "", *, commits: bool = False

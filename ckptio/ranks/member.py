@@ -75,6 +75,11 @@ class Member:
         return "" if self._wire is None else self._wire.own_address
 
     @property
+    def rank_0_address(self) -> str:
+        """Where this rank reaches rank 0; empty if it is on rank 0's machine."""
+        return "" if self._wire is None else self._wire.peer_address
+
+    @property
     def num_rounds(self) -> int:
         """Rounds this rank has gone into."""
         return self._sessions.num_rounds

@@ -26,7 +26,7 @@ class SoloRanks:
 
     rank = 0
     world_size = 1
-    address = ""
+    address = rank_0_address = ""
 
     def __init__(self, host: str | None = None) -> None:
         self.hosts = (this_host() if host is None else host,)

@@ -174,7 +174,15 @@ class Wire(asyncio.Protocol):
     @property
     def own_address(self) -> str:
         """This end's address; empty if there is none that another machine could reach."""
-        name = None if self._transport is None else self._transport.get_extra_info("sockname")
+        return self._address("sockname")
+
+    @property
+    def peer_address(self) -> str:
+        """The other end's address; empty if that is on this machine."""
+        return self._address("peername")
+
+    def _address(self, key: str) -> str:
+        name = None if self._transport is None else self._transport.get_extra_info(key)
         address = str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else ""
         return "" if is_loopback(address) else address
 

@@ -562,6 +562,18 @@ async def test_nobody_calls_a_door_that_a_forked_child_has() -> None:
                     await take(link, 1, 1, 1)
 
 
+async def test_strangers_do_not_fill_the_door() -> None:
+    """Who has said nothing for the longest time goes when too many are there; no rank waits."""
+    async with link_and_peer() as (link, door, peer):
+        strangers = [await peer.call(door, b"") for _ in range(70)]
+        calling = await peer.call(door, hello(TOKEN.encode(), 1) + ASK.pack(1))
+        await give(link, [1], 1, b"x")
+        assert await peer.read(calling, 13) == HEAD.pack(1, 1) + b"x"
+        assert await peer.has_ended(strangers[0])
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+
+
 class FullDoor(socket.socket):
     """Somebody calls, and no more files can be opened."""
 

@@ -27,6 +27,7 @@ from ckptio.ranks.frames import (
     parse_head,
 )
 from ckptio.ranks.member import Member
+from ckptio.ranks.wire import Wire
 from ckptio.testing.ranks import MemoryRanks, MemoryTransport
 from tests.ranks.test_sessions import DEADLINES, add, run, seeds
 
@@ -266,3 +267,25 @@ def test_a_verdict_is_parsed_strictly() -> None:
         with pytest.raises(ValueError, match=r"(?i)object|invalid"):
             decode_verdict(data)
     assert parse_head(b'{"type":"bye"}') == Bye()
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fd00::1", "fd00::1"),
+        ("127.0.0.1", ""),
+        ("::1", ""),
+        ("fe80::1%eth0", ""),
+    ],
+)
+async def test_a_wire_knows_where_its_ends_are(host: str, address: str) -> None:
+    """As other machines reach them; not at all if they do not."""
+    receiver: Any = None
+    wire = Wire(receiver)
+    assert wire.own_address == wire.peer_address == ""
+    wire.connection_made(asyncio.Transport({"sockname": (host, 1), "peername": ("10.9.9.9", 2)}))
+    assert (wire.own_address, wire.peer_address) == (address, "10.9.9.9")
+    wire.connection_made(asyncio.Transport({"sockname": ("10.9.9.9", 2), "peername": (host, 1)}))
+    assert (wire.own_address, wire.peer_address) == ("10.9.9.9", address)
