@@ -167,7 +167,7 @@ async def test_a_rank_that_is_called_and_says_nothing_alone_is_named(frozen: int
     async def missed_by(rank: int) -> Sequence[int]:
         with pytest.raises(PeerLostError, match="did not come") as caught:
             async with shared_link(
-                rank, 4, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S / 20
+                rank, 4, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S / 10
             ):
                 raise AssertionError("not all have come")
         return caught.value.ranks
