@@ -253,7 +253,7 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str], tree: Json) -> s
                 continue
             below = next((n for n in unexpected if n.startswith(f"{name}.")), None)
             if below is not None:
-                held = _holder(tree, below)
+                held = _holder(tree, below) or ""
                 key = below.removeprefix(f"{held}.") if held else below
                 place = repr(held) if held else "the target"
                 return (
@@ -273,21 +273,21 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str], tree: Json) -> s
     )
 
 
-def _holder(tree: Json, fqn: str) -> str:
+def _holder(node: Json, fqn: str, held: str = "") -> str | None:
     """Name what holds a tensor or a value as one of its keys, however many dots the key has."""
-    held, node = "", tree
-    while True:
-        if type(node) is list:
-            items: Iterable[tuple[str, Json]] = (
-                (join_fqn(held, i), item) for i, item in enumerate(node)
-            )
-        else:
-            items = children(held, node) if type(node) is dict else ()
-        inside = ((name, item) for name, item in items if fqn.startswith(f"{name}."))
-        name, node = next(inside, ("", None))
-        if not name:
+    items: Iterable[tuple[str, Json]] = ()
+    if type(node) is list:
+        items = ((join_fqn(held, i), item) for i, item in enumerate(node))
+    elif type(node) is dict:
+        items = children(held, node)
+    for name, item in items:
+        if name == fqn:
             return held
-        held = name
+        if fqn.startswith(f"{name}."):  # another one may begin like that, too
+            found = _holder(item, fqn, name)
+            if found is not None:
+                return found
+    return None
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:

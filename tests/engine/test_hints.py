@@ -93,6 +93,11 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             {"m": {"_orig_mod.module": torch.nn.Linear(2, 2)}},
             "have such keys in 'm', {'_orig_mod.module.w': tensor}",
         ),
+        (
+            {"m": {"c": 1}, "m.n": {"x.w": 1}},
+            {"m": {"c": torch.ones(2)}, "m.n": {"x": torch.nn.Linear(2, 2)}},
+            "have such keys in 'm.n', {'x.w': tensor}",
+        ),
         ({"0.w": 1}, {"0": torch.nn.Linear(2, 2)}, "have such keys in the target, {'0.w': tensor}"),
         (
             {"b": 1, "a": {"x": 2}},
