@@ -32,7 +32,7 @@ _ASK = struct.Struct("<I")
 _HEAD = struct.Struct("<IQ")
 #: Of requests at a time; a lane has one.
 _ASKED_NBYTES = 4096
-#: Read of a connection before others have their turn; more than sockets hold.
+#: Read of a connection before others have their turn.
 _HEARD_NBYTES = 8 << 20
 #: Seconds without anything before a connection is tried, then between tries; and how many.
 _IDLE_S, _TRY_S, _NUM_TRIES = 60, 15, 4
@@ -62,6 +62,7 @@ class End:
         self._connection: socket.socket | None = None
         self._lose = lose
         self._awaits_space = False
+        self._is_to_hear = False
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     @property
@@ -94,15 +95,24 @@ class End:
         self._flush()
 
     def _hear(self) -> None:
-        """Read all that is there: uvloop tells but once of a connection that was reset."""
+        """Read all that is there, in turns: uvloop tells but once of one that was reset."""
         num_left = _HEARD_NBYTES
         try:
             while self._connection is not None and num_left > 0:
                 num_left -= self._read(self._connection)
         except (BlockingIOError, InterruptedError):
-            pass
+            return
         except OSError as error:
             self._lose(self, text_of(error))
+            return
+        if self._connection is not None and not self._is_to_hear:
+            self._is_to_hear = True
+            self._loop.call_soon(self._hear_on)
+
+    def _hear_on(self) -> None:
+        """Go on reading."""
+        self._is_to_hear = False
+        self._hear()
 
     def _flush(self) -> None:
         """Send what the socket takes, and have the loop call again while there is more."""

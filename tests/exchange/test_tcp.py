@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import os
+import select
 import selectors
 import socket
 import struct
@@ -419,9 +420,13 @@ async def test_who_is_in_the_middle_of_a_message_ends_with_the_link(ends: str) -
         assert await peer.has_ended(called)
 
 
+@pytest.mark.parametrize("turn_nbytes", [8 * MiB, 100])
 @pytest.mark.parametrize("said", [b"", HEAD.pack(1, HUGE), HEAD.pack(1, HUGE) + b"x" * KiB])
-async def test_a_loop_need_not_tell_twice_that_a_connection_was_reset(said: bytes) -> None:
-    """Whatever came before that lies unread: uvloop tells once."""
+async def test_a_loop_need_not_tell_twice_that_a_connection_was_reset(
+    monkeypatch: pytest.MonkeyPatch, said: bytes, turn_nbytes: int
+) -> None:
+    """Whatever came before lies unread, in however many turns it is read: uvloop tells once."""
+    monkeypatch.setattr("ckptio.exchange.ends._HEARD_NBYTES", turn_nbytes)
     async with link_and_peer() as (link, _, peer):
         taking = asyncio.create_task(take(link, 1, 1, HUGE))
         called = await peer.called()
@@ -432,6 +437,9 @@ async def test_a_loop_need_not_tell_twice_that_a_connection_was_reset(said: byte
         await peer.say(called, said)
         called.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         called.close()
+        poller = select.poll()
+        poller.register(inlet._connection, 0)
+        await until(lambda: bool(poller.poll(0)))  # the system may take a moment to tell
         inlet._hear()
         with pytest.raises(PeerLostError, match="rank 1 broke off: Connection reset"):
             await taking
@@ -532,6 +540,19 @@ async def test_a_stranger_at_the_door_does_no_harm(said: bytes, *, stays: bool) 
         await giving
         if stays and len(said) >= 52:
             assert await peer.has_ended(stranger)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_who_calls_too_late_is_let_go(*, is_lost: bool) -> None:
+    """Its rank was lost, or the link broke: nobody would close what it calls over."""
+    async with link_and_peer() as (link, door, peer):
+        if is_lost:
+            (await peer.call(door, hello(TOKEN.encode(), 1))).close()
+            await until(lambda: 1 in link._lost)
+        else:
+            link.break_off()
+        assert await peer.has_ended(await peer.call(door, hello(TOKEN.encode(), 1)))
+        assert not any(outlet.is_open for outlet in link._outlets.values())
 
 
 async def test_a_link_ends_though_a_forked_child_has_its_sockets() -> None:
