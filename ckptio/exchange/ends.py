@@ -15,6 +15,7 @@ and keep it when nobody wants it any more; and tasks around `loop.sock_recv_into
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import os
@@ -50,7 +51,7 @@ class Address(NamedTuple):
     port: int
 
 
-class End:
+class End(abc.ABC):
     """One end of a connection, which another rank may have yet to open.
 
     Args:
@@ -131,11 +132,21 @@ class End:
             self._loop.remove_writer(connection)
         self._awaits_space = has_more
 
+    @abc.abstractmethod
     def _read(self, connection: socket.socket) -> int:
-        raise NotImplementedError
+        """Read once; gives how many bytes.
 
+        Raises:
+            OSError: The connection has ended, or must; `BlockingIOError` if nothing is there.
+        """
+
+    @abc.abstractmethod
     def _write(self, connection: socket.socket) -> bool:
-        raise NotImplementedError
+        """Send what there is to send; whether some is left.
+
+        Raises:
+            OSError: The connection has ended; `BlockingIOError` if the socket is full.
+        """
 
     def _expect(self, tag: int) -> asyncio.Future[None]:
         """Make what becomes done with a message."""
