@@ -36,12 +36,10 @@ class StoreThread:
 
     Args:
         until_s: When a store has to have answered, by the clock of the loop.
-        stop: Asks a call to end for which nobody waits any more; from the loop, and again.
     """
 
-    def __init__(self, until_s: float, stop: Callable[[], object] | None = None) -> None:
+    def __init__(self, until_s: float) -> None:
         self._until_s = until_s
-        self._stop = stop
         self._threads = Threads(1, "ckptio-store")
         self._is_stuck = False
 
@@ -76,7 +74,6 @@ class StoreThread:
         try:
             await asyncio.wait((call,), timeout=limit_s)
         except asyncio.CancelledError:
-            self._ask_to_end()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait((call,), timeout=_LEAST_S)
             if call.done():
@@ -84,16 +81,11 @@ class StoreThread:
             raise
         finally:
             if not call.done():
-                self._ask_to_end()
                 self._is_stuck = True
                 call.cancel()  # the thread goes on; the loop, which may be gone then, hears nothing
         if call.cancelled():
             raise StoreTimeoutError("the store does not answer")
         return call.result()
-
-    def _ask_to_end(self) -> None:
-        if self._stop is not None:
-            self._stop()
 
     def close(self) -> None:
         """Let the thread end, at once or when its call does."""
