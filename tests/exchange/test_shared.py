@@ -13,6 +13,7 @@ import pytest
 from ckptio.config import KiB
 from ckptio.errors import PeerLostError
 from ckptio.exchange.shared import SharedLink, shared_link
+from tests.exchange.traffic import NUM_MESSAGES, cross
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -61,20 +62,12 @@ async def take(link: SharedLink, rank: int, tag: int, nbytes: int) -> bytes:
 
 async def test_messages_find_their_way_by_their_tags() -> None:
     """To several takers, from several senders at a time, in whatever order they are taken."""
-    async with links(3, num_slabs=5) as (a, b, c):
-        data = {tag: os.urandom(1 + tag * 10 * KiB) for tag in range(5)}
-        async with asyncio.TaskGroup() as group:
-            for tag in range(5):
-                group.create_task(give(a, [1, 2], tag, data[tag], tag))
-                group.create_task(give(b, [0], tag, data[tag][::-1], tag))
-            takes = [
-                group.create_task(take(link, 0, tag, len(data[tag])))
-                for link in (b, c)
-                for tag in (3, 0, 4, 2, 1)
-            ]
-            back = [group.create_task(take(a, 1, tag, len(data[tag]))) for tag in (4, 1, 0, 2, 3)]
-        assert [t.result() for t in takes] == [data[tag] for tag in (3, 0, 4, 2, 1)] * 2
-        assert [t.result() for t in back] == [data[tag][::-1] for tag in (4, 1, 0, 2, 3)]
+
+    async def give_of_its_slab(link: SharedLink, ranks: list[int], tag: int, data: bytes) -> None:
+        await give(link, ranks, tag, data, tag)
+
+    async with links(3, num_slabs=NUM_MESSAGES) as opened:
+        await cross(opened, give_of_its_slab, take, 10 * KiB)
 
 
 async def test_a_slab_is_the_senders_again_when_all_have_looked() -> None:

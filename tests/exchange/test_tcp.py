@@ -20,6 +20,7 @@ from ckptio.exchange.door import hello
 from ckptio.exchange.ends import Address
 from ckptio.exchange.tcp import TcpLink, listening, tcp_link
 from ckptio.staging.pool import Slab
+from tests.exchange.traffic import cross
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -125,20 +126,8 @@ async def test_messages_find_their_way_by_their_tags(host: str) -> None:
     """To several takers, from several senders at a time, in whatever order they are taken."""
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
-    async with links(3, host) as (a, b, c):
-        data = {tag: os.urandom(1 + tag * 300 * KiB) for tag in range(5)}
-        async with asyncio.TaskGroup() as group:
-            for tag in range(5):
-                group.create_task(give(a, [1, 2], tag, data[tag]))
-                group.create_task(give(b, [0], tag, data[tag][::-1]))
-            takes = [
-                group.create_task(take(link, 0, tag, len(data[tag])))
-                for link in (b, c)
-                for tag in (3, 0, 4, 2, 1)
-            ]
-            back = [group.create_task(take(a, 1, tag, len(data[tag]))) for tag in (4, 1, 0, 2, 3)]
-        assert [t.result() for t in takes] == [data[tag] for tag in (3, 0, 4, 2, 1)] * 2
-        assert [t.result() for t in back] == [data[tag][::-1] for tag in (4, 1, 0, 2, 3)]
+    async with links(3, host) as opened:
+        await cross(opened, give, take, 300 * KiB)
 
 
 async def test_a_message_without_room_keeps_no_other_waiting() -> None:

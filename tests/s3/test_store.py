@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import ssl
 import types
@@ -27,7 +28,7 @@ from tests.s3.proxy import Fault, Proxy, Request, answer
 from tests.s3.rig import PART_NBYTES, config_for, keys_in, new_prefix, opened, uploads_in
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from ckptio.storage.store import ObjectStore
@@ -268,15 +269,21 @@ async def expect_conditions(store: ObjectStore, key: str) -> None:
         await store.head(key)
 
 
-async def test_where_a_server_knows_no_conditions_they_are_looked_at(moto: Server) -> None:
-    """That is the next best; only of Amazon it is no answer."""
-    key = f"{new_prefix()}/a"
+@contextlib.asynccontextmanager
+async def without_conditions(moto: Server) -> AsyncIterator[ObjectStore]:
+    """Open a store of a server that knows no conditions."""
     refused = Fault(answer=answer(501, "NotImplemented"))
     async with Proxy(moto) as proxy:
         proxy.decide = lambda request: refused if has_condition(request) else None
         async with opened(proxy.server) as store:
-            assert store.traits.conditional == "none"
-            await expect_conditions(store, key)
+            yield store
+
+
+async def test_where_a_server_knows_no_conditions_they_are_looked_at(moto: Server) -> None:
+    """That is the next best; only of Amazon it is no answer."""
+    async with without_conditions(moto) as store:
+        assert store.traits.conditional == "none"
+        await expect_conditions(store, f"{new_prefix()}/a")
 
 
 @pytest.mark.parametrize(
@@ -301,14 +308,11 @@ async def test_where_conditions_decide_they_are_never_left_out(
     """Others trust in them: a writer that loses removes what it wrote at once."""
     monkeypatch.setattr(s3, "is_amazon", lambda _: True)
     key = f"{new_prefix()}/a"
-    refused = Fault(answer=answer(501, "NotImplemented"))
-    async with Proxy(moto) as proxy:
-        proxy.decide = lambda request: refused if has_condition(request) else None
-        async with opened(proxy.server) as store:
-            assert store.traits.conditional == "atomic"
-            for condition in ({"absent": True}, {"match": '"a"'}):
-                with pytest.raises(RefusedError):
-                    await store.put(key, b"data", **condition)
+    async with without_conditions(moto) as store:
+        assert store.traits.conditional == "atomic"
+        for condition in ({"absent": True}, {"match": '"a"'}):
+            with pytest.raises(RefusedError):
+                await store.put(key, b"data", **condition)
     assert keys_in(moto, key) == []
 
 
