@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, SupportsFloat, overload
 
 from ckptio._outcome import Outcome
 from ckptio.blocking import Engine, committed
 from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.checkpointer.following import Following
 from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
@@ -274,6 +277,15 @@ class Checkpointer:
             core.engine.call_blocking(core.asking(question), "find the latest step"), default=None
         )
 
+    def follow(
+        self, *, after: int | None = None, poll_s: float = 10.0, timeout_s: float | None = None
+    ) -> Iterator[int]:
+        """Give the newest committed step whenever there is one; see `ckptio.Checkpointer.follow`.
+
+        Blocks where the next one is asked for.
+        """
+        return _NewSteps(self._core, Following(after, poll_s, timeout_s))
+
     def discard_after(self, step: int) -> tuple[int, ...]:
         """Remove the steps above one; see `ckptio.Checkpointer.discard_after`."""
         core = self._core
@@ -289,6 +301,24 @@ class Checkpointer:
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""
         return self._core.path(step)
+
+
+class _NewSteps(Iterator[int]):
+    """What `Checkpointer.follow` gives; it goes on after an interrupt or an error."""
+
+    def __init__(self, core: CheckpointerCore, following: Following) -> None:
+        self._core = core
+        self._following = following
+
+    def __next__(self) -> int:
+        core, following = self._core, self._following
+        while (pause_s := following.pause_s) is not None:
+            time.sleep(pause_s)
+            look = functools.partial(core.questions.new, following)
+            found = core.engine.call_blocking(core.asking(look), "look for new steps")
+            for step in following.take(found):
+                return step
+        raise StopIteration
 
 
 def _wait_ended(runs: Iterable[Running[None]]) -> None:

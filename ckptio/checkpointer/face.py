@@ -6,7 +6,6 @@ What it does is in `core`, which `blocking` has for classic loops: here are name
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -14,8 +13,8 @@ from ckptio._aio import outlive, returns_coroutine
 from ckptio._outcome import Outcome
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.checkpointer.finding import Finding
 from ckptio.checkpointer.own_engine import engine_for
-from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
 from ckptio.handle import SaveHandle
 from ckptio.runtime.currents import CallerCurrents
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
-    from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.plan.retention import Retention
     from ckptio.plan.schedule import SaveEvery
     from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.loading import LoadResult
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 
-class Checkpointer:
+class Checkpointer(Finding):
     """Saves the steps of a run side by side, finds them again, and keeps some.
 
     An example::
@@ -63,8 +62,8 @@ class Checkpointer:
     that leaves the block aborts what is in flight; `sys.exit()` does not.
 
     With several ranks, create it alike on all of them, and call `save`, `load`, `should_save`,
-    `steps`, `latest`, `records` and `discard_after` on all of them, in the same order. Rank 0
-    lists, decides and removes: its `keep=` and `metrics=` count, and are not compared with
+    `steps`, `latest`, `records`, `follow` and `discard_after` on all of them, in the same order.
+    Rank 0 lists, decides and removes: its `keep=` and `metrics=` count, and are not compared with
     those of other ranks.
 
     Args:
@@ -314,76 +313,6 @@ class Checkpointer:
         engine, load = self._core.engine, self._core.load_flow(step, asked)
         result = await drive(engine, load, "load a step", currents)
         return result if asked.reports else result.state
-
-    async def steps(self) -> tuple[int, ...]:
-        """List the committed steps, lowest first.
-
-        Raises:
-            StorageError: They cannot be listed.
-            EngineClosedError: The checkpointer is not open.
-        """
-        core = self._core
-        return tuple(await core.engine.call(core.asking(core.questions.steps), "list steps"))
-
-    async def latest(self) -> int | None:
-        """Give the highest committed step; `None` if there is none.
-
-        Raises:
-            StorageError, EngineClosedError: As in `steps`.
-        """
-        core = self._core
-        question = functools.partial(core.questions.newest, 1)
-        return max(
-            await core.engine.call(core.asking(question), "find the latest step"), default=None
-        )
-
-    async def discard_after(self, step: int) -> tuple[int, ...]:
-        """Remove the steps above one: those of a run that went back to it.
-
-        Else they are what `load` takes after the next restart, and what `keep` counts. A copy
-        that an earlier run owed of such a step is stopped: there is nothing left to copy.
-
-            state = await ckpt.load(step=800)  # the loss blew up after it
-            await ckpt.discard_after(800)
-
-        Args:
-            step: The highest one to stay; it need not exist.
-
-        Returns:
-            The steps that were removed, from one tier or both, lowest first.
-
-        Raises:
-            ConfigError: It is no step, or one above it is being saved, copied or read here.
-            StorageError: One cannot be removed. Those above it are gone; call it again.
-            FormatError: One is damaged, so that nobody knows what is part of it.
-            EngineClosedError: The checkpointer is not open.
-            RankError: One of these, where there are several ranks; or these gave different steps,
-                and nothing was removed.
-        """
-        core = self._core
-        step_name(step)
-        question = functools.partial(core.questions.discard, step)
-        return tuple(await core.engine.call(core.asking(question), "discard steps"))
-
-    async def records(self) -> tuple[StepRecord, ...]:
-        """Give number, time and metrics of the committed steps, lowest first.
-
-        Steps whose manifests cannot be read are left out.
-
-        Raises:
-            StorageError, EngineClosedError: As in `steps`.
-        """
-        core = self._core
-        return tuple(await core.engine.call(core.asking(core.questions.records), "list records"))
-
-    def path(self, step: int) -> str:
-        """Give the path of a step's checkpoint, committed or not; also after the block.
-
-        Raises:
-            ConfigError: `step` is not a number of a step.
-            EngineClosedError: The checkpointer was not opened.
-        """
-        return self._core.path(step)
 
 
 async def _all_done(futures: list[asyncio.Future[Any]]) -> None:

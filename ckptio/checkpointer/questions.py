@@ -11,6 +11,7 @@ from ckptio.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ckptio.checkpointer.following import Following
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.pace import Pace
     from ckptio.checkpointer.tiers import SecondTier
@@ -84,6 +85,19 @@ class Questions:
         found = await agreed_steps(key, context, call, read)
         self._pace.found(found)
         return found
+
+    async def new(self, following: Following, key: str, context: EngineContext) -> list[int]:
+        """Give the highest committed step, if a loop over new steps has not seen it."""
+
+        async def read() -> Sequence[int]:
+            steps, tiers = await self._keeper.newest(1), [self._keeper]
+            if self._second is not None:
+                tiers.append(self._second.keeper)
+                with _told_of(steps):
+                    steps, _ = await self._second.newest(1, steps)
+            return await following.new(steps, tiers)
+
+        return await agreed_steps(key, context, following.call, read)
 
     async def discard(self, after: int, key: str, context: EngineContext) -> list[int]:
         """Remove the steps above one, from both tiers; gives those, lowest first."""

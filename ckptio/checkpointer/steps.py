@@ -25,14 +25,18 @@ MAX_STEP = 10**18
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})\Z")
 
 
-def step_name(step: int) -> str:
+def step_name(step: int, option: str = "step=") -> str:
     """Name a step.
+
+    Args:
+        step: Its number.
+        option: What gave it, for the error.
 
     Raises:
         ConfigError: It is no number of a step.
     """
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise ConfigError(f"step= is an int from 0 to 10**18, not {shown(step)}")
+        raise ConfigError(f"{option} is an int from 0 to 10**18, not {shown(step)}")
     return f"step-{step:08d}"
 
 

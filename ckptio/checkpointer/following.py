@@ -1,0 +1,131 @@
+"""One loop over the new steps of a run, as an evaluation beside the trainer has it.
+
+Steps are known by their saves, not by their numbers alone: a run that goes back to step 800 saves
+step 900 once more, and that is another one. Nothing is held between two looks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptio.checkpointer.steps import step_name
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
+from ckptio.format.summary import decode_summary
+from ckptio.plan.retention import require_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from ckptio.checkpointer.keeper import Keeper
+
+
+class _Seen(NamedTuple):
+    """What a look found.
+
+    Attributes:
+        step: The newest step.
+        place: The tier that has it.
+        version: Of its manifest.
+        save_id: Of the save; empty if its manifest is damaged.
+    """
+
+    step: int
+    place: int
+    version: Hashable
+    save_id: str
+
+
+class Following:
+    """What has been given of a run's steps, and when to look again; see `Checkpointer.follow`.
+
+    How long it has waited is counted in pauses, not by a clock, so that all ranks end at the same
+    look.
+
+    Args:
+        after: The step that was seen last; `None` for none.
+        poll_s: Seconds between two looks.
+        timeout_s: Seconds without a new step after which it ends; `None` for never.
+
+    Attributes:
+        call: What it asks for, in words that are equal on ranks that ask alike.
+        pause_s: Seconds to wait before the next look; `None` when it has ended.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+
+    def __init__(self, after: int | None, poll_s: float, timeout_s: float | None) -> None:
+        if after is not None:
+            step_name(after, "after=")
+        require_seconds("poll_s=", poll_s)
+        if timeout_s is not None:
+            require_seconds("timeout_s=", timeout_s)
+        self.call = f"follow(after={after}, poll_s={poll_s}, timeout_s={timeout_s})"
+        self.pause_s: float | None = 0.0
+        self._after = -1 if after is None else after
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        self._left_s = timeout_s
+        self._seen: set[tuple[int, str]] = set()
+        self._last: _Seen | None = None
+        self._looked: _Seen | None = None  # the look that was not told of yet
+
+    def take(self, found: Sequence[int]) -> Sequence[int]:
+        """Take note of what all ranks were told, and say when to look again; gives it.
+
+        What a look found whose caller was cancelled is found again.
+        """
+        if self._looked is not None:
+            self._last, self._after = self._looked, -1
+            self._seen.add((self._looked.step, self._looked.save_id))
+        if found:
+            self.pause_s, self._left_s = 0.0, self._timeout_s
+        elif self._left_s is None:
+            self.pause_s = self._poll_s
+        else:
+            self.pause_s = min(self._poll_s, self._left_s) or None
+            self._left_s -= self.pause_s or 0.0
+        return found
+
+    async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
+        """Give the newest step if its save was not seen before. On rank 0.
+
+        Of what has not changed since the last look, no manifest is read. One whose manifest is
+        damaged is given once: whoever loads it is told.
+
+        Args:
+            newest: The highest committed step, if there is one.
+            tiers: Where it may be, in the order in which they are read.
+
+        Raises:
+            StorageError: It cannot be told.
+        """
+        self._looked = await self._look(newest[0], tiers) if newest else None
+        if self._looked is None:
+            return ()
+        step, save_id = self._looked.step, self._looked.save_id
+        return newest if (step, save_id) not in self._seen and step > self._after else ()
+
+    async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Seen | None:
+        """Say which save of a step is there; `None` if there is none any more."""
+        name, last = step_name(step), self._last
+        for place, keeper in enumerate(tiers):
+            versions = [item.version for item in await keeper.root.look([name])]
+            if versions in ([], [None]):
+                continue
+            if last is not None and (step, place, *versions) == last[:3]:
+                return last
+            (answer,) = await keeper.root.read_manifests([name], _save_id)
+            if isinstance(answer, CheckpointNotFoundError):  # it went meanwhile
+                continue
+            if isinstance(answer, StorageError):
+                raise answer
+            save_id = "" if isinstance(answer, FormatError) else answer
+            return _Seen(step, place, versions[0], save_id)
+        return None
+
+
+def _save_id(name: str, manifest: bytes) -> str:
+    """Give the id of the save that wrote a manifest."""
+    del name
+    return decode_summary(manifest).save_id

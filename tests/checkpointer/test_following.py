@@ -1,0 +1,304 @@
+"""Loops over the new steps of a run, as an evaluation beside the trainer has them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio import Checkpointer, ConfigError, EngineClosedError, FormatError, StorageError, sync
+from ckptio.checkpointer.steps import step_name
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines, on_each
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from pathlib import Path
+
+    from ckptio import Engine
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on a loop whose pauses take no time."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        run_virtual(test(**fixtures), seed=0)
+
+    return run
+
+
+async def save_steps(root: Path, *steps: int) -> None:
+    async with engines() as (engine,), checkpointer_on(engine, root) as ckpt:
+        for step in steps:
+            await ckpt.save({}, step)
+
+
+async def all_of(steps: AsyncIterator[int]) -> list[int]:
+    return [step async for step in steps]
+
+
+@in_virtual_time
+async def test_the_newest_step_is_given_once(tmp_path: Path) -> None:
+    """The first look finds what is there; what comes meanwhile is passed over for the highest."""
+    await save_steps(tmp_path, 1, 2)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        given = []
+        async for step in ckpt.follow(timeout_s=60.0):
+            given.append(step)
+            if step == 2:
+                await ckpt.save({}, 3)
+                await ckpt.save({}, 4)
+        assert given == [2, 4]
+
+
+@in_virtual_time
+async def test_it_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    """And looks every so many seconds, the first time at once."""
+    root, loop = tmp_path / "run", asyncio.get_running_loop()
+
+    async def train(engine: Engine) -> None:
+        async with checkpointer_on(engine, root) as ckpt:
+            await asyncio.sleep(25.0)
+            await ckpt.save({}, 7)
+
+    async with engines(1) as (trainer,), engines(1) as (engine,):
+        training = asyncio.create_task(train(trainer))
+        async with checkpointer_on(engine, root) as ckpt:
+            started = loop.time()
+            async for step in ckpt.follow(poll_s=10.0):
+                assert step == 7
+                break
+            assert loop.time() - started == pytest.approx(30.0, abs=1.0)
+        await training
+
+
+@in_virtual_time
+async def test_it_ends_after_so_many_seconds_without_a_step(tmp_path: Path) -> None:
+    """The last pause is the shorter one; a step begins the count anew; the end stays."""
+    loop = asyncio.get_running_loop()
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        started = loop.time()
+        steps = ckpt.follow(poll_s=10.0, timeout_s=25.0)
+        pauses = []
+
+        async def save_late() -> None:
+            await asyncio.sleep(15.0)
+            await ckpt.save({}, 1)
+
+        late = asyncio.create_task(save_late())
+        async for step in steps:
+            assert step == 1
+            pauses.append(loop.time() - started)
+        await late
+        assert pauses == [pytest.approx(20.0, abs=1.0)]
+        assert loop.time() - started == pytest.approx(45.0, abs=1.0)
+        assert await all_of(steps) == []
+
+
+@in_virtual_time
+async def test_after_passes_over_what_is_there_at_first(tmp_path: Path) -> None:
+    """Of a run that has gone back below it, the next save is given, whatever its number."""
+    await save_steps(tmp_path, 5, 6)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        assert await all_of(ckpt.follow(after=5, timeout_s=1.0)) == [6]
+        assert await all_of(ckpt.follow(after=6, timeout_s=1.0)) == []
+        steps = ckpt.follow(after=9, timeout_s=20.0, poll_s=5.0)
+        late = asyncio.create_task(save_later(ckpt, 7))
+        assert await all_of(steps) == [7]
+        await late
+
+
+async def save_later(ckpt: Checkpointer, step: int) -> None:
+    await asyncio.sleep(7.0)
+    await ckpt.save({}, step)
+
+
+@in_virtual_time
+async def test_a_run_that_goes_back_is_followed(tmp_path: Path) -> None:
+    """What it saves again is another step; the one that it went back to was given already."""
+    await save_steps(tmp_path, 800)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+        assert await anext(steps) == 800
+        await ckpt.save({"lost": 1}, 900)
+        assert await anext(steps) == 900
+        await ckpt.discard_after(800)
+        late = asyncio.create_task(save_later(ckpt, 900))
+        assert await anext(steps) == 900
+        await ckpt.save({"better": 1}, 900, overwrite=True)
+        assert await anext(steps) == 900
+        assert await all_of(steps) == []
+        await late
+
+
+@in_virtual_time
+async def test_of_a_step_that_did_not_change_no_manifest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests of large states have megabytes."""
+    await save_steps(tmp_path, 1)
+    read: list[list[str]] = []
+    real = LocalRoot.read_manifests
+
+    async def counting(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+        read.append([*names])
+        return await real(self, names, *args, **options)
+
+    monkeypatch.setattr(LocalRoot, "read_manifests", counting)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        assert await all_of(ckpt.follow(poll_s=1.0, timeout_s=10.0)) == [1]
+    assert read == [[step_name(1)]]
+
+
+@in_virtual_time
+async def test_a_damaged_step_is_given_once(tmp_path: Path) -> None:
+    """So that whoever loads it hears of the damage."""
+    await save_steps(tmp_path, 1, 2)
+    manifest = tmp_path / step_name(2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        assert await all_of(ckpt.follow(timeout_s=30.0)) == [2]
+        with pytest.raises(FormatError):
+            await ckpt.load(step=2)
+
+
+@in_virtual_time
+async def test_a_step_that_goes_between_two_looks_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listed, and removed before its manifest is read."""
+    await save_steps(tmp_path, 1)
+    real = LocalRoot.read_manifests
+
+    async def gone(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+        shutil.rmtree(tmp_path / step_name(1))
+        return await real(self, names, *args, **options)
+
+    monkeypatch.setattr(LocalRoot, "read_manifests", gone)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        assert await all_of(ckpt.follow(timeout_s=30.0)) == []
+
+
+@in_virtual_time
+async def test_it_goes_on_after_an_error_and_after_a_cancellation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a look found that was cancelled is found again; nothing is passed over for an error."""
+    await save_steps(tmp_path, 1)
+    real = LocalRoot.read_manifests
+    faults: list[StorageError | float] = [StorageError("no", path="p"), 60.0]
+
+    async def faulty(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+        fault = faults.pop(0) if faults else 0.0
+        if isinstance(fault, StorageError):
+            return [fault]
+        answer = await real(self, names, *args, **options)
+        await asyncio.sleep(fault)
+        return answer
+
+    monkeypatch.setattr(LocalRoot, "read_manifests", faulty)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(timeout_s=30.0)
+        with pytest.raises(StorageError, match="no"):
+            await anext(steps)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await anext(steps)
+        assert await all_of(steps) == [1]
+
+
+@in_virtual_time
+async def test_both_tiers_are_looked_at(tmp_path: Path) -> None:
+    """A step that goes from the first tier is no new one, since the second has the same save."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    await save_steps(second, 3)
+    async with engines() as (engine,), checkpointer_on(engine, first, then=second) as ckpt:
+        steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+        assert await anext(steps) == 3
+        await ckpt.save({}, 4).durable
+        assert await anext(steps) == 4
+        shutil.rmtree(first / step_name(4))
+        assert await all_of(steps) == []
+
+
+@in_virtual_time
+async def test_all_ranks_are_given_the_same(tmp_path: Path) -> None:
+    """Rank 0 looks; the others wait for what it finds, and end with it."""
+    await save_steps(tmp_path, 1)
+
+    async def body(rank: int, engine: Engine) -> list[int]:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            given = []
+            async for step in ckpt.follow(poll_s=400.0, timeout_s=1000.0):
+                await asyncio.sleep(rank)
+                given.append(step)
+                if step < 3:
+                    await ckpt.save({}, step + 1)
+            return given
+
+    async with engines(3) as job:
+        assert await on_each(job, body) == [[1, 2, 3]] * 3
+
+
+@in_virtual_time
+async def test_ranks_that_follow_otherwise_are_told(tmp_path: Path) -> None:
+    async def body(rank: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            await all_of(ckpt.follow(poll_s=1.0 + rank, timeout_s=2.0))
+
+    async with engines(2) as job:
+        for error in await on_each(job, body):
+            assert "poll_s=2.0" in str(error)
+            assert "on all ranks alike" in str(error)
+
+
+@pytest.mark.parametrize(
+    "options", [{"after": -1}, {"after": 2.0}, {"poll_s": 0}, {"poll_s": None}, {"timeout_s": -1.0}]
+)
+def test_a_wrong_option_is_told_at_the_call(tmp_path: Path, options: Any) -> None:
+    """Before anything is asked for."""
+    for make in (Checkpointer, sync.Checkpointer):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            make(tmp_path).follow(**options)
+
+
+async def test_it_is_used_inside_the_block(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, config=SMALL)
+    with pytest.raises(EngineClosedError):
+        await anext(ckpt.follow())
+    async with ckpt:
+        steps = ckpt.follow()
+    with pytest.raises(EngineClosedError):
+        await anext(steps)
+
+
+def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps between two looks, and goes on after an interrupt there."""
+    pauses: list[float] = []
+    hooks: list[Callable[[], object]] = []
+
+    def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if pause_s and hooks:
+            hooks.pop(0)()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with sync.Checkpointer(tmp_path, config=SMALL) as run:
+        hooks += [interrupt, lambda: run.save({}, 8)]
+        steps = run.follow(poll_s=10.0, timeout_s=25.0)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        assert list(steps) == [8]
+        assert list(steps) == []
+    assert pauses == [0.0, 10.0, 10.0, 0.0, 10.0, 10.0, 5.0]
