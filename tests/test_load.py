@@ -388,6 +388,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"select": np.array(["a", "b"])}, "select takes a prefix, a glob"),
     ({"select": torch.ones(2)}, "select takes a prefix, a glob"),
     ({"device": 2**70}, "is no device"),
+    ({"device": torch.ones(50, 50)}, r"^device=.{,90} is no device: [^\n]*got \(Tensor\)$"),
     ({"dtype": torch.int8}, "dtype= is a floating-point torch.dtype"),
     *(
         [({"dtype": vars(torch)["float4_e2m1fn_x2"]}, "dtype= is a floating-point torch.dtype")]

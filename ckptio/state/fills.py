@@ -23,7 +23,7 @@ from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_integers
 from ckptio.state.looks import plain_memory
-from ckptio.state.rebuild import view_of
+from ckptio.state.rebuild import UNMADE, unmade, view_of
 from ckptio.state.records import fields_of, record_tag
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 from ckptio.state.stateful import is_stateful
@@ -85,11 +85,8 @@ class Blank:
         device = device or torch.device("cpu")
         try:
             made = torch.empty_like(template, device=device)
-        except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
-            shape = tuple(template.shape)
-            raise TargetError(
-                f"cannot make {self.name!r} of shape {shape} on {device}: {error}"
-            ) from error
+        except UNMADE as error:
+            raise unmade(self.name, tuple(template.shape), device, error) from error
         if isinstance(template, torch.nn.Parameter):
             return torch.nn.Parameter(made, requires_grad=template.requires_grad)
         return made.requires_grad_(template.requires_grad)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import ConfigError, FormatError, TargetError
+from ckptio.errors import ConfigError, FormatError, TargetError, shown
 from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import RANKS_TAG, TAG
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
+
+#: What torch raises where it cannot make a tensor: the last one for a device that a package brings.
+UNMADE = (RuntimeError, TypeError, AssertionError, ImportError)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -87,13 +90,20 @@ def empty(
             made = torch.empty_permuted(shape, order, dtype=dtype, device=place)
         else:
             made = torch.empty(shape, dtype=dtype, device=place)
-    except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
-        where = "" if device is None else f" on {device}"
-        why = str(error).partition("\n")[0]  # tables of all devices may follow
-        raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {why}") from error
+    except UNMADE as error:
+        raise unmade(name, shape, device, error) from error
     if type(made) is not torch.Tensor:
         raise TargetError(f"torch makes a {type(made).__name__} for {name!r} here; load outside")
     return made
+
+
+def unmade(
+    name: str, shape: tuple[int, ...], device: torch.device | None, error: Exception
+) -> TargetError:
+    """Say that torch cannot make a tensor; one of `UNMADE` says why."""
+    where = "" if device is None else f" on {device}"
+    why = str(error).partition("\n")[0]  # tables of all devices may follow
+    return TargetError(f"cannot make {name!r} of shape {shape}{where}: {why}")
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
@@ -105,7 +115,8 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
     try:
         named = None if device is None else torch.device(device)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"device={device!r} is no device: {error}") from None
+        why = str(error).partition("\n")[0].removesuffix(", but expected one of:")
+        raise ConfigError(f"device={shown(device)} is no device: {why}") from None
     if named is not None and named.type == "meta":
         raise ConfigError("device='meta' has no memory to load into; name the device to load to")
     return named

@@ -12,6 +12,7 @@ from hypothesis import given
 
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.manifest import TensorEntry
+from ckptio.state.fills import Blank
 from ckptio.state.flatten import flatten
 from ckptio.state.leaves import as_integers
 from ckptio.state.rebuild import (
@@ -205,9 +206,32 @@ def test_a_device_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("no 'mps' here.\nCPU: registered at\nMeta: registered at")
 
+    template = torch.empty(2, device="meta")
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(TargetError, match=r"^cannot make 'w' of shape .* on mps: no 'mps' here\.$"):
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    told = r"^cannot make 'w' of shape .* on mps: no 'mps' here\.$"
+    with pytest.raises(TargetError, match=told):
         empty((2,), torch.float32, torch.device("mps"), "w")
+    with pytest.raises(TargetError, match=told):
+        Blank("w", template, torch.device("mps")).value()
+
+
+def test_a_device_whose_package_is_not_installed_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch imports what makes tensors there (`privateuseone`), and may not find it."""
+
+    def lack(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch.privateuseone'")
+
+    template, device = torch.empty(2, device="meta"), torch.device("privateuseone")
+    monkeypatch.setattr(torch, "empty", lack)
+    monkeypatch.setattr(torch, "empty_like", lack)
+    told = r"^cannot make 'w' of shape \(2,\) on privateuseone: No module"
+    with pytest.raises(TargetError, match=told):
+        empty((2,), torch.float32, device, "w")
+    with pytest.raises(TargetError, match=told):
+        Blank("w", template, device).value()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float64", "float8_e5m2", "float8_e4m3fn"])
