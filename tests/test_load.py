@@ -403,6 +403,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"types": int}, "types= takes classes, not <class 'int'>"),
     ({"types": None}, "types= takes classes, not None"),
     ({"types": iter([Point])}, "types= takes classes"),
+    ({"types": torch.ones(())}, r"types= takes classes, not tensor\(1"),
+    ({"types": np.ones(())}, r"types= takes classes, not array\(1"),
     ({"types": [Point, type("Point", (Point,), vars(Point).copy())]}, "two classes of the name"),
     ({"select": []}, "select takes"),
     ({"select": ""}, "select takes"),

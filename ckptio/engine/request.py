@@ -153,8 +153,12 @@ def check_types(types: Collection[type]) -> None:
     Raises:
         ConfigError: One is so, or two have one name.
     """
-    # an iterator would have none left for the load
-    if not isinstance(types, Collection) or not all(isinstance(cls, type) for cls in types):
+    # an iterator would have none left for the load; arrays of numpy and torch say they are some
+    if (
+        not isinstance(types, Collection)
+        or hasattr(types, "__array__")
+        or not all(isinstance(cls, type) for cls in types)
+    ):
         raise ConfigError(f"types= takes classes, not {shown(types)}")
     by_name: dict[str, type] = {}
     for cls in types:
