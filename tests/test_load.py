@@ -22,7 +22,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from tests.loads import BLOCK, blank, sample, tensors_of
-from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
+from tests.strategies import SMALL, TORCH_DTYPES, Color, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -367,6 +367,27 @@ def test_selecting_the_model_leaves_the_optimizer_alone(
     engine.load(tmp_path / "c", {"model": other, "opt": fresh}, select="model")
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert fresh.state_dict()["state"] == {}
+
+
+def test_an_enum_has_one_name_whatever_its_value_is_made_of(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """By that it is selected, and reported; the numbers of its value's items name nothing."""
+    engine.save({"d": {"color": Color.BLUE, "n": 1}, "w": torch.ones(2)}, tmp_path / "c")
+    assert type(Color.BLUE.value) is tuple
+
+    def asked(name: str) -> bool:
+        return name in ("d.color", "w")
+
+    target: dict[str, Any] = {"d": {}, "w": torch.zeros(2)}
+    engine.load(tmp_path / "c", target, select=asked, types=[Color])
+    assert target["d"] == {"color": Color.BLUE}
+    lacking: dict[str, Any] = {"d": {"n": 0}, "w": torch.zeros(2)}
+    with pytest.raises(MismatchError, match=r"1 not in the target \('d\.color'\)"):
+        engine.load(tmp_path / "c", lacking, select=asked)
+    assert not lacking["w"].any()
+    report = engine.load_with_report(tmp_path / "c", lacking).report
+    assert report.unexpected == ("d.color",)
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [

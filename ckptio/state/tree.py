@@ -285,7 +285,12 @@ def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
 
 
 def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
-    """Name everything in a node that is no container; the node itself if it is empty."""
+    """Name everything in a node that is no container; the node itself if it is empty.
+
+    An enum is one value: what its own is made of has no names.
+    """
+    if type(node) is dict and node.get(TAG) == "enum":
+        return [(fqn, node)]
     found: list[tuple[str, Json]] = []
     for name, item in items_of(fqn, node):
         found += leaves(name, item)
