@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -211,6 +212,19 @@ def test_a_checkpointer_that_nobody_has_leaves_the_engine_of_others(tmp_path: Pa
                 break
             engine.load(tmp_path / "step-00000001")  # its loop goes on meanwhile
         assert len(engine._core._in_flight._running) == before
+
+
+def test_an_engine_that_was_left_is_nothing_to_the_end_of_the_program() -> None:
+    """A program may open one for each call: it keeps nothing for those."""
+
+    def num_kept() -> int:
+        gc.collect()
+        return sum(type(each) is weakref.WeakMethod for each in gc.get_objects())
+
+    before = num_kept()
+    with sync.Engine(SMALL):
+        assert num_kept() > before
+    assert num_kept() == before
 
 
 def test_an_engine_that_was_never_made_or_entered_goes() -> None:

@@ -272,6 +272,14 @@ SELECTIONS: list[tuple[Any, list[str]]] = [
 ]
 
 
+def test_no_more_is_read_than_a_target_takes(engine: sync.Engine, tmp_path: Path) -> None:
+    """Nor of what it does not have, where the checkpoint is of one process."""
+    engine.save({name: torch.ones(20 * BLOCK) for name in "ab"}, tmp_path / "c")
+    target = {"a": torch.zeros(20 * BLOCK)}
+    report = engine.load_with_report(tmp_path / "c", target, strict="ignore").report
+    assert report.nbytes <= target["a"].nbytes + 2 * BLOCK
+
+
 @pytest.mark.parametrize(("select", "names"), SELECTIONS, ids=range(len(SELECTIONS)))
 def test_only_what_is_selected_is_loaded(
     engine: sync.Engine, saved: str, select: Any, names: list[str]

@@ -101,6 +101,23 @@ def test_a_block_lands_only_after_its_checksum(engine: sync.Engine, tmp_path: Pa
     assert_same(engine.load(tmp_path / "c"), state)
 
 
+def test_a_load_of_everything_verifies_what_is_no_tensor(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """The header of a data file, say, which other readers go by."""
+    path = str(tmp_path / "c")
+    engine.save({"w": torch.ones(20 * BLOCK)}, path)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(8)
+        opened.write(b"[")
+    for target in (None, {"w": torch.zeros(20 * BLOCK)}):
+        with pytest.raises(CorruptionError) as caught:
+            engine.load(path, target)
+        assert (caught.value.start, caught.value.stop) == (0, BLOCK)
+    engine.load(path, select="w")
+
+
 def test_what_is_not_selected_may_be_damaged(engine: sync.Engine, tmp_path: Path) -> None:
     """A damaged tensor does not keep the others from being loaded."""
     state = {

@@ -27,7 +27,7 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.ranks.frames import encode_body
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards_of
-from tests.rig import SMALL, config_with
+from tests.rig import SMALL, config_with, inline_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -83,6 +83,40 @@ def test_ranks_load_what_each_has_of_a_pipeline(config: CheckpointConfig) -> Non
                 assert error.unexpected == (lost,)
                 assert not error.missing
             await load_states(ranks, [*stages, {}])
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_rank_of_a_pipeline_is_refused_what_the_checkpoint_does_not_have() -> None:
+    """It lacks names that other ranks have, too; its own would stay as they were."""
+
+    async def scenario() -> None:
+        stages = [{"first": torch.ones(8)}, {"second": torch.ones(8)}]
+        async with job(2) as ranks:
+            await save_states(ranks, stages)
+            error, _ = await try_to_load(ranks, [{**stages[0], "new": torch.ones(8)}, stages[1]])
+            assert isinstance(error, MismatchError)
+            assert error.missing == ("new",)
+            error, _ = await try_to_load(ranks, [{"first": torch.ones(9)}, stages[1]])
+            assert isinstance(error, MismatchError)
+            assert error.mismatched
+            await load_states(ranks, stages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_one_engine_reads_no_copy_of_what_many_ranks_saved() -> None:
+    """Each has a file with all of it; one of these is as good as another."""
+
+    async def scenario() -> None:
+        place, config = MemoryStorage("memory"), config_with(replicate="local")
+        state = {"norm": torch.ones(20 * BLOCK)}
+        async with job(3, place, config) as ranks:
+            await save_states(ranks, [state] * 3)
+        assert file_nbytes(place) > 3 * state["norm"].nbytes
+        async with inline_engine({"memory": place}, config) as engine:
+            report = (await engine.load_with_report("memory")).report
+        assert report.nbytes < state["norm"].nbytes + 3 * BLOCK
 
     run_virtual(scenario(), seed=0)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptio import Engine
+    from ckptio.testing import Operation
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.lists(st.integers(0, 200 * KiB), min_size=1, max_size=6)
@@ -421,6 +422,28 @@ def test_many_schedules_end_whole(seed: int) -> None:
             assert storage.leftovers() == []
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_a_slice_of_what_changed_as_it_was_read_is_given_to_nobody() -> None:
+    """Also where all files are there again when they are looked at once more."""
+
+    def change(operation: Operation) -> None:
+        if operation.kind == "open":
+            raise CheckpointChangedError("memory")
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save({"t": torch.arange(1000)}, "memory")
+            for _ in range(2):  # the sizes of the second time are known
+                storage.fault = change
+                with pytest.raises(CheckpointChangedError):
+                    await engine.load_slice("memory", "t", slice(9))
+                storage.fault = None
+                part = await engine.load_slice("memory", "t", slice(9))
+                assert torch.equal(part, torch.arange(9))
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(

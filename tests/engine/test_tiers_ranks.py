@@ -12,6 +12,7 @@ import torch
 from ckptio import Shard
 from ckptio.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     FormatError,
     PeerLostError,
     RankError,
@@ -218,6 +219,29 @@ def test_ranks_agree_on_the_tier_that_is_read() -> None:
     run_virtual(scenario(), seed=0)
     (event,) = log.of(TierPassedOver)
     assert event.to == "far"
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_options_that_one_rank_refuses_fail_the_load_from_two_tiers(refusing: int) -> None:
+    """The others hear of it while they agree on the tier, and wait for nobody."""
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(2, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                options: dict[str, Any] = {"strict": "maybe"} if rank == refusing else {}
+                await engine.load("memory", then="far", **options)
+
+            begun_s = asyncio.get_running_loop().time()
+            results = await ranks.each(body)
+            assert isinstance(results[refusing], ConfigError)
+            error = results[1 - refusing]
+            assert isinstance(error, RankError)
+            assert error.causes[refusing].startswith("ConfigError: ")
+            assert asyncio.get_running_loop().time() - begun_s < DEADLINES.peer_s
+
+    run_virtual(scenario(), seed=0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PlanError
-from ckptio.format.compose import encode_manifest
+from ckptio.format.compose import encode_manifest, encode_rows
 from ckptio.format.manifest import Chunk, Manifest, decode_manifest
 from ckptio.plan.exchange import (
     ExchangePlan,
@@ -23,7 +23,7 @@ from ckptio.plan.exchange import (
 from ckptio.plan.explain import explain, explain_text
 from ckptio.plan.load import Wanted, plan_spans
 from ckptio.plan.places import choose_places
-from ckptio.plan.readers import Kind, share_out
+from ckptio.plan.readers import Kind, place_whole, share_out
 from ckptio.plan.worth import is_worth_exchanging
 
 if TYPE_CHECKING:
@@ -200,6 +200,22 @@ def test_a_short_file_is_read_by_its_own_rank_or_near_it() -> None:
     assert balanced.read_nbytes() == [100] * 4
 
 
+def test_the_short_end_of_a_file_travels_with_the_blocks_before_it() -> None:
+    """It is placed by itself; where one rank reads both, they are no units of their own."""
+    manifest = manifest_of([7 * BLOCK + 1] * 2, [0, 1], ["h", "h"])
+    everything = runs_of({(f, b) for f in range(2) for b in range(8)})
+    plan = World(manifest, [everything] * 2, ["h", "h"]).plan(4 * BLOCK)
+    assert [unit.reader == unit.file for unit in plan.units] == [True] * 4
+    assert sorted(unit.nbytes for unit in plan.units) == [3 * BLOCK + 1] * 2 + [4 * BLOCK] * 2
+
+
+def test_what_is_not_cut_is_read_by_a_rank_that_wants_it() -> None:
+    """Though all of them read much, and one that does not want it reads nothing."""
+    loads = [10, 9, 0]
+    assert place_whole(Kind((0, 1), -1, ()), 5, loads, 6) == 1
+    assert loads == [10, 14, 0]
+
+
 def test_readers_keep_abreast_of_each_other() -> None:
     """No rank is to read far ahead of what others of the group can take."""
     plan = replicated([41 * BLOCK, 20 * BLOCK], 3).plan(2 * BLOCK)
@@ -218,6 +234,23 @@ def test_what_is_far_is_given_away_first() -> None:
     assert shares == {own: {0: 8}, near: {1: 8}}
     shares = share_out({own: 8, near: 4}, [0, 4, 0], 8, 1)
     assert shares == {own: {0: 8}, near: {2: 4}}
+
+
+def test_the_lowest_loads_rise_alike_below_those_that_are_higher() -> None:
+    """What nobody has to pass on is even from the start, among the ranks that have room."""
+    every = Kind((0, 1, 2, 3), -1, ())
+    assert share_out({every: 10}, [0, 0, 100, 100], 200, 1) == {every: {0: 5, 1: 5}}
+    assert share_out({every: 12}, [2, 0, 4, 100], 200, 1) == {every: {0: 4, 1: 6, 2: 2}}
+    own, both = Kind((0, 1), 0, (0,)), Kind((0, 1), -1, ())
+    assert share_out({both: 8, own: 8}, [0, 0], 200, 1) == {own: {0: 8}, both: {1: 8}}
+
+
+def test_who_reads_much_already_gives_away_what_it_has_and_no_more() -> None:
+    """Until nobody can take it better."""
+    near = Kind((0, 1), 1, (0, 1))
+    assert share_out({near: 1}, [0, 3], 2, 1) == {near: {0: 1}}
+    some = Kind((0, 1, 3), 1, (1,))
+    assert share_out({some: 5}, [6, 6, 0, 4], 5, 1) == {some: {0: 1, 1: 1, 3: 3}}
 
 
 def test_what_only_one_wants_is_not_exchanged() -> None:
@@ -445,6 +478,30 @@ def test_an_explanation_says_who_reads_what_for_whom_and_why() -> None:
         "rank 0 reads [0, 32768) of f0 (own file), for 1 too"
     )
     assert explain(plan, manifest, ["nothing"]) == ()
+
+
+def test_an_explanation_of_some_tensors_is_of_what_holds_their_bytes() -> None:
+    """Wherever they lie, copies too; a unit that only touches them is none of theirs."""
+    tensors = encode_rows(
+        [
+            ("first", "float32", (BLOCK,), [(0, 0)]),
+            ("second", "float32", (BLOCK,), [(0, 4 * BLOCK, None, None, [(1, 0)])]),
+        ]
+    )
+    files = [(f"f{i}", 8 * BLOCK, list(range(8)), i) for i in range(2)]
+    data = encode_manifest(
+        writer="1", save_id="0" * 32, created="", block_nbytes=BLOCK, files=files,
+        tensors=tensors, tree=b"{}", hosts=["h", "h"],
+    )  # fmt: skip
+    manifest = decode_manifest(data)
+    everything = runs_of({(f, b) for f in range(2) for b in range(8)})
+    plan = World(manifest, [everything] * 2, ["h", "h"]).plan(2 * BLOCK)
+
+    def told(*names: str) -> list[tuple[str, int, int]]:
+        return [(line.file, line.start, line.stop) for line in explain(plan, manifest, names)]
+
+    assert told("first") == [("f0", 0, 4 * BLOCK)]
+    assert told("second") == [("f0", 4 * BLOCK, 8 * BLOCK), ("f1", 0, 4 * BLOCK)]
 
 
 def test_many_ranks_and_chunks_are_planned_evenly() -> None:

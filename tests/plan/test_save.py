@@ -196,6 +196,15 @@ def test_buckets_are_filled_evenly(leaves: list[LeafSpec], bucket: int) -> None:
         assert max(shared) <= bucket + largest
 
 
+def test_small_leaves_fill_as_many_buckets_as_their_bytes_do() -> None:
+    """Several files, which several writers write at once; and none that is nearly empty."""
+    leaves = [LeafSpec(f"w{i:02}", "uint8", (1000,)) for i in range(12)]
+    sizes = [leaf.nbytes for leaf in leaves]
+    assert [len(members) for members in pack_buckets(leaves, sizes, 4000)] == [4, 4, 4]
+    assert [len(members) for members in pack_buckets(leaves, sizes, 3999)] == [3, 3, 3, 3]
+    assert [len(members) for members in pack_buckets(leaves, sizes, 12_000)] == [12]
+
+
 def test_no_leaves_make_no_buckets() -> None:
     """A state without tensors has no data files."""
     plan = plan_save([], SMALL)

@@ -385,6 +385,25 @@ def test_a_dict_of_parts_with_other_names_takes_those_that_it_has(tmp_path: Path
     assert nets["a"].weight.eq(1).all()
 
 
+def test_a_state_that_no_object_takes_is_not_said_to_stay_on_the_meta_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names what does, wherever its note is among others."""
+    saved = Has(net={"a": net_of(1), "c": net_of(2)})
+    sync.save({"x": saved, "m": net_of(3)}, tmp_path / "c", config=SMALL)
+    target = Has(net={"a": net_of(0), "b": net_of(0)})
+    model = net_of(0, "meta")
+    model.register_buffer("mask", torch.ones(2, device="meta"), persistent=False)
+    into = {"x": target, "m": model}
+    found = sync.load_with_report(tmp_path / "c", into, strict="ignore", config=SMALL)
+    assert found.report.notes == (
+        "x.net.c: has a state, and there was no object that takes it",
+        "m.mask: stays on the meta device; the checkpoint has none that fits",
+    )
+    (told,) = [record.message for record in caplog.records if "meta device" in record.message]
+    assert "('m.mask')" in told
+
+
 def test_lists_that_are_parts_states_are_noted(tmp_path: Path) -> None:
     """Nobody can tell these from lists of states."""
     sync.save({"x": Has(part=Listed(net=Counted(1), n=1))}, tmp_path / "c", config=SMALL)
