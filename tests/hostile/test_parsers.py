@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import tracemalloc
@@ -23,6 +24,7 @@ from ckptio import sync
 from ckptio.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, FormatError
 from ckptio.format.checksum import crc32c
 from ckptio.format.encode import MAX_DEPTH
+from ckptio.layout import DTYPES
 from tests.rig import config_with
 from tests.strategies import CLASSES, Color, Key, Point, Settings, with_versions
 
@@ -297,6 +299,29 @@ def test_a_conversion_is_no_way_around_a_size(engine: sync.Engine, saved: str) -
     document["tree"] = {"~": "view", "t": 0, "d": "float32", "o": 0, "s": [1 << 40], "r": [0]}
     with rewritten(saved, document):
         assert engine.load(saved).shape == (1 << 40,)
+
+
+@pytest.mark.parametrize(("start", "more"), [(0, 1), (1, 0), (1 << 40, 0)])
+def test_a_view_ends_inside_its_tensor(
+    engine: sync.Engine, saved: str, start: int, more: int
+) -> None:
+    """Whatever is read of it: behind it in the file lies another tensor."""
+    document = document_of(saved)
+    entry = document["tensors"][0]
+    nbytes = math.prod(entry[2]) * DTYPES[entry[1]].itemsize
+    view = {"~": "view", "t": 0, "d": "uint8", "o": start, "s": [nbytes + more], "r": [1]}
+    document["tree"] = {"w": view}
+    target = torch.zeros(nbytes + more, dtype=torch.uint8)
+    with rewritten(saved, document):
+        for read in (
+            lambda: engine.load(saved),
+            lambda: engine.load(saved, {"w": target}),
+            lambda: engine.load_slice(saved, "w", slice(-1, None)),
+            lambda: engine.load_slice(saved, "w", 0),
+        ):
+            with pytest.raises(FormatError, match="a view ends at byte"):
+                read()
+    assert not target.any()
 
 
 @pytest.mark.parametrize("order", [[0], [1], [0, 0], [0, 1, 2], [-1, 0], "01", None, [0.0, 1.0]])
