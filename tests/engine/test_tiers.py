@@ -808,6 +808,45 @@ def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_of_copies_that_fail_the_first_is_raised() -> None:
+    """All others are tried, too."""
+
+    async def scenario() -> None:
+        names = ["near/a", "far/a", "near/b", "far/b", "near/c", "far/c"]
+        storages: dict[str, Storage] = {name: MemoryStorage(name) for name in names}
+        async with inline_engine(storages) as engine:
+            for name in "abc":
+                memory(storages, f"far/{name}").fault = fail_kind("begin")
+                handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
+                with pytest.raises(StorageError):
+                    await handle.durable
+            memory(storages, "far/c").fault = None
+            with pytest.raises(StorageError) as raised:
+                await engine.finish_copies("near")
+            assert raised.value.filename == "far/a"
+        assert_alike(storages, "near/c", "far/c")
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_is_being_finished_is_not_begun_again() -> None:
+    """By whoever asks meanwhile, who does not wait for it."""
+
+    async def scenario() -> None:
+        storages = two()
+        far = memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.fault = None
+            once, again = await asyncio.gather(*[engine.finish_copies("near/a") for _ in "12"])
+            assert sorted([once, again]) == [(), ("far/a",)]
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_what_cannot_be_read_is_not_said_to_owe_nothing() -> None:
     """It is an error, and an event: nobody knows whether it owes a copy."""
     log = EventLog()
