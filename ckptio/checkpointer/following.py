@@ -76,8 +76,9 @@ class Following:
         What a look found whose caller was cancelled is found again.
         """
         if self._looked is not None:
-            self._last, self._after = self._looked, -1
+            self._last = self._looked
             self._seen.add((self._looked.step, self._looked.save_id))
+        self._after = -1
         if found:
             self.pause_s, self._left_s = 0.0, self._timeout_s
         elif self._left_s is None:

@@ -116,6 +116,16 @@ async def test_after_passes_over_what_is_there_at_first(tmp_path: Path) -> None:
         await late
 
 
+@in_virtual_time
+async def test_after_passes_over_nothing_where_there_is_nothing_at_first(tmp_path: Path) -> None:
+    """As of a run that begins anew where an older one was."""
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path / "run") as ckpt:
+        steps = ckpt.follow(after=9, timeout_s=20.0, poll_s=5.0)
+        late = asyncio.create_task(save_later(ckpt, 7))
+        assert await all_of(steps) == [7]
+        await late
+
+
 async def save_later(ckpt: Checkpointer, step: int) -> None:
     await asyncio.sleep(7.0)
     await ckpt.save({}, step)
