@@ -19,20 +19,36 @@ if TYPE_CHECKING:
     from ckptio.checkpointer.keeper import Keeper
 
 
-class _Seen(NamedTuple):
+class _Save(NamedTuple):
+    """The save of a step that a tier has.
+
+    Attributes:
+        version: Of its manifest.
+        save_id: Its id; empty if the manifest is damaged.
+    """
+
+    version: Hashable
+    save_id: str
+
+
+class _Look(NamedTuple):
     """What a look found.
 
     Attributes:
         step: The newest step.
-        place: The tier that has it.
-        version: Of its manifest.
-        save_id: Of the save; empty if its manifest is damaged.
+        saves: What each tier has of it; `None` where it has none.
     """
 
     step: int
-    place: int
-    version: Hashable
-    save_id: str
+    saves: tuple[_Save | None, ...]
+
+    def given(self) -> set[tuple[int, str]]:
+        """Give what it has been given with, to whoever was given it.
+
+        A damaged save counts only where no tier has a whole one, which is read then.
+        """
+        ids = {save.save_id for save in self.saves if save is not None}
+        return {(self.step, save_id) for save_id in ids - {""} or ids}
 
 
 class Following:
@@ -67,8 +83,8 @@ class Following:
         self._timeout_s = timeout_s
         self._left_s = timeout_s
         self._seen: set[tuple[int, str]] = set()
-        self._last: _Seen | None = None
-        self._looked: _Seen | None = None  # the look that was not told of yet
+        self._last: _Look | None = None
+        self._looked: _Look | None = None  # the look that was not told of yet
 
     def take(self, found: Sequence[int]) -> Sequence[int]:
         """Take note of what all ranks were told, and say when to look again; gives it.
@@ -77,7 +93,7 @@ class Following:
         """
         if self._looked is not None:
             self._last = self._looked
-            self._seen.add((self._looked.step, self._looked.save_id))
+            self._seen |= self._looked.given()
         self._after = -1
         if found:
             self.pause_s, self._left_s = 0.0, self._timeout_s
@@ -89,14 +105,16 @@ class Following:
         return found
 
     async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
-        """Give the newest step if its save was not seen before. On rank 0.
+        """Give the newest step if a tier has a save of it that was not seen before. On rank 0.
 
         Of what has not changed since the last look, no manifest is read. One whose manifest is
-        damaged is given once: whoever loads it is told.
+        damaged is given once: whoever loads it is told. Tiers have two saves of a step where it
+        was saved again on another machine, say. Which of them is loaded is not asked: the one
+        that comes later is the one that is saved again.
 
         Args:
             newest: The highest committed step, if there is one.
-            tiers: Where it may be, in the order in which they are read.
+            tiers: Where it may be.
 
         Raises:
             StorageError: It cannot be told.
@@ -104,26 +122,41 @@ class Following:
         self._looked = await self._look(newest[0], tiers) if newest else None
         if self._looked is None:
             return ()
-        step, save_id = self._looked.step, self._looked.save_id
-        return newest if (step, save_id) not in self._seen and step > self._after else ()
+        is_new = not self._looked.given() <= self._seen
+        return newest if is_new and self._looked.step > self._after else ()
 
-    async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Seen | None:
-        """Say which save of a step is there; `None` if there is none any more."""
-        name, last = step_name(step), self._last
-        for place, keeper in enumerate(tiers):
-            versions = [item.version for item in await keeper.root.look([name])]
-            if versions in ([], [None]):
-                continue
-            if last is not None and (step, place, *versions) == last[:3]:
-                return last
-            (answer,) = await keeper.root.read_manifests([name], _save_id)
-            if isinstance(answer, CheckpointNotFoundError):  # it went meanwhile
-                continue
-            if isinstance(answer, StorageError):
-                raise answer
-            save_id = "" if isinstance(answer, FormatError) else answer
-            return _Seen(step, place, versions[0], save_id)
+    async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Look | None:
+        """Say which saves of a step are there; `None` if there is none any more."""
+        last = self._last
+        known = last.saves if last is not None and last.step == step else [None] * len(tiers)
+        pairs = zip(tiers, known, strict=True)
+        saves = tuple([await _save_of(step, keeper, save) for keeper, save in pairs])
+        return _Look(step, saves) if any(saves) else None
+
+
+async def _save_of(step: int, keeper: Keeper, known: _Save | None) -> _Save | None:
+    """Say which save of a step a tier has; `None` if it has none, or none any more.
+
+    Args:
+        step: The step.
+        keeper: Who looks after the tier.
+        known: What it had at the last look.
+
+    Raises:
+        StorageError: It cannot be told.
+    """
+    name = step_name(step)
+    versions = [item.version for item in await keeper.root.look([name])]
+    if versions in ([], [None]):
         return None
+    if known is not None and [known.version] == versions:
+        return known
+    (answer,) = await keeper.root.read_manifests([name], _save_id)
+    if isinstance(answer, CheckpointNotFoundError):  # it went meanwhile
+        return None
+    if isinstance(answer, StorageError):
+        raise answer
+    return _Save(versions[0], "" if isinstance(answer, FormatError) else answer)
 
 
 def _save_id(name: str, manifest: bytes) -> str:

@@ -240,6 +240,37 @@ async def test_both_tiers_are_looked_at(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+async def test_a_later_save_on_the_second_tier_is_another_one(tmp_path: Path) -> None:
+    """As of a run that goes on on another machine: that one is loaded, not what is here."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    async with engines() as (engine,), checkpointer_on(engine, first, then=second) as ckpt:
+        steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+        await ckpt.save({"on": "this"}, 3).durable
+        assert await anext(steps) == 3
+        async with checkpointer_on(engine, second) as elsewhere:
+            await elsewhere.save({"on": "another"}, 3, overwrite=True)
+        assert await all_of(steps) == [3]
+        assert await ckpt.load(step=3) == {"on": "another"}
+
+
+@in_virtual_time
+async def test_a_copy_that_is_damaged_is_no_new_step(tmp_path: Path) -> None:
+    """The other tier has it whole, and it was given."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    async with engines() as (engine,), checkpointer_on(engine, first, then=second) as ckpt:
+        steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+        await ckpt.save({}, 3).durable
+        assert await anext(steps) == 3
+        for tier in (first, second):
+            manifest = tier / step_name(3) / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes()[:-9])
+            assert await all_of(ckpt.follow(timeout_s=1.0)) == [3]
+            assert await all_of(steps) == ([] if tier == first else [3])
+            steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+            assert await anext(steps) == 3
+
+
+@in_virtual_time
 async def test_all_ranks_are_given_the_same(tmp_path: Path) -> None:
     """Rank 0 looks; the others wait for what it finds, and end with it."""
     await save_steps(tmp_path, 1)
