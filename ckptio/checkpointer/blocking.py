@@ -15,7 +15,7 @@ from ckptio.checkpointer.following import Following
 from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.errors import ConfigError
+from ckptio.errors import CheckpointError, ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.drive import drive_blocking
@@ -313,9 +313,18 @@ class _NewSteps(Iterator[int]):
     def __next__(self) -> int:
         core, following = self._core, self._following
         while (pause_s := following.pause_s) is not None:
-            time.sleep(pause_s)
-            look = functools.partial(core.questions.new, following)
-            found = core.engine.call_blocking(core.asking(look), "look for new steps")
+            began_s = time.monotonic()
+            try:
+                time.sleep(pause_s)
+            except BaseException:  # an interrupt, or what a handler of signals raises
+                following.cut_off(time.monotonic() - began_s)
+                raise
+            look = core.asking(functools.partial(core.questions.new, following))
+            try:
+                found = core.engine.call_blocking(look, "look for new steps")
+            except CheckpointError:
+                following.failed()
+                raise
             for step in following.take(found):
                 return step
         raise StopIteration

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.following import Following
 from ckptio.checkpointer.steps import step_name
+from ckptio.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ckptio.checkpointer.core import CheckpointerCore
@@ -60,7 +61,8 @@ class Finding:
         It begins with the step that is there already. What was committed while the caller was
         busy with a step is passed over but for the highest; `steps` lists it. A step that is
         saved again, as by a run that went back, is given again. Nothing is held in between, so
-        that `break` ends it at any time.
+        that `break` ends it at any time. After an error, and after a cancellation of the wait for
+        a step, what this gave goes on where it was if it is asked for the next step.
 
         With several ranks, loop on all of them.
 
@@ -133,11 +135,20 @@ class _NewSteps(AsyncIterator[int]):
         self._following = following
 
     async def __anext__(self) -> int:
-        core, following = self._core, self._following
+        core, following, loop = self._core, self._following, asyncio.get_running_loop()
         while (pause_s := following.pause_s) is not None:
-            await asyncio.sleep(pause_s)
-            look = functools.partial(core.questions.new, following)
-            found = await core.engine.call(core.asking(look), "look for new steps")
+            began_s = loop.time()
+            try:
+                await asyncio.sleep(pause_s)
+            except asyncio.CancelledError:
+                following.cut_off(loop.time() - began_s)
+                raise
+            look = core.asking(functools.partial(core.questions.new, following))
+            try:
+                found = await core.engine.call(look, "look for new steps")
+            except CheckpointError:
+                following.failed()
+                raise
             for step in following.take(found):
                 return step
         raise StopAsyncIteration

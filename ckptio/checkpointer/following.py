@@ -95,6 +95,11 @@ class Following:
             self._last = self._looked
             self._seen |= self._looked.given()
         self._after = -1
+        self._count(found)
+        return found
+
+    def _count(self, found: Sequence[int]) -> None:
+        """Say when to look again."""
         if found:
             self.pause_s, self._left_s = 0.0, self._timeout_s
         elif self._left_s is None:
@@ -102,7 +107,15 @@ class Following:
         else:
             self.pause_s = min(self._poll_s, self._left_s) or None
             self._left_s -= self.pause_s or 0.0
-        return found
+
+    def cut_off(self, slept_s: float) -> None:
+        """Take note of a pause that ended early: the next one is what was left of it."""
+        self.pause_s = max(0.0, (self.pause_s or 0.0) - slept_s)
+
+    def failed(self) -> None:
+        """Take note of a look that failed, and was told of: the next one comes after a pause."""
+        self._looked = None
+        self._count(())
 
     async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
         """Give the newest step if a tier has a save of it that was not seen before. On rank 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -220,9 +221,58 @@ async def test_it_goes_on_after_an_error_and_after_a_cancellation(
         with pytest.raises(StorageError, match="no"):
             await anext(steps)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(15.0):  # while it looks, after the pause
                 await anext(steps)
+        assert faults == []
         assert await all_of(steps) == [1]
+
+
+@in_virtual_time
+async def test_it_looks_however_soon_its_caller_gives_up(tmp_path: Path) -> None:
+    """What is waited for in short turns is found at the same times, and ends as late."""
+    loop = asyncio.get_running_loop()
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(poll_s=10.0, timeout_s=30.0)
+        late = asyncio.create_task(save_later(ckpt, 1))
+
+        async def in_turns() -> int | None:
+            for _ in range(20):
+                with contextlib.suppress(TimeoutError):
+                    return await asyncio.wait_for(anext(steps, None), 4.0)
+            raise AssertionError
+
+        started = loop.time()
+        assert await in_turns() == 1
+        assert loop.time() - started == pytest.approx(10.0, abs=1.0)
+        assert await in_turns() is None
+        assert loop.time() - started == pytest.approx(40.0, abs=1.0)
+        await late
+
+
+@in_virtual_time
+async def test_a_look_that_fails_is_not_made_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a loop that goes on after errors asks at once; and it ends some time."""
+    loop = asyncio.get_running_loop()
+    await save_steps(tmp_path, 1)
+
+    async def away(*_: Any, **__: Any) -> Any:
+        raise StorageError("no", path="p")
+
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(poll_s=10.0, timeout_s=25.0)
+        assert await anext(steps) == 1
+        monkeypatch.setattr(LocalRoot, "names", away)
+        started = loop.time()
+        failed_s: list[float] = []
+        while len(failed_s) < 9:
+            try:
+                assert await all_of(steps) == []
+                break
+            except StorageError:
+                failed_s.append(loop.time() - started)
+        assert failed_s == pytest.approx([0.0, 10.0, 20.0, 25.0], abs=1.0)
 
 
 @in_virtual_time
@@ -342,4 +392,4 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.Mon
             next(steps)
         assert list(steps) == [8]
         assert list(steps) == []
-    assert pauses == [0.0, 10.0, 10.0, 0.0, 10.0, 10.0, 5.0]
+    assert pauses == pytest.approx([0.0, 10.0, 10.0, 0.0, 10.0, 10.0, 5.0], abs=1.0)
