@@ -60,15 +60,17 @@ class Finding:
 
         It begins with the step that is there already. What was committed while the caller was
         busy with a step is passed over but for the highest; `steps` lists it. A step that is
-        saved again, as by a run that went back, is given again. Nothing is held in between, so
-        that `break` ends it at any time. After an error, and after a cancellation of the wait for
-        a step, what this gave goes on where it was if it is asked for the next step.
+        saved again, as by a run that went back, is given again; the one to which that went back is
+        given if it was passed over before, so the numbers do not only rise. Nothing is held in
+        between, so that `break` ends it at any time. After an error, and after a cancellation of
+        the wait for a step, what this gave goes on where it was if it is asked for the next step.
 
         With several ranks, loop on all of them.
 
         Args:
-            after: Pass over what is there at first, if it is not above this step.
-            poll_s: Seconds between two looks. In an object store, each is three requests.
+            after: Pass over the newest step at first, if it is not above this one.
+            poll_s: Seconds between two looks. In an object store, each is three requests (with
+                `then=`, one or two more there), and one more for each thousand steps.
             timeout_s: End after so many seconds without a new step, the time for the looks
                 themselves not counted; by default, never.
 

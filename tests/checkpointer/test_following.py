@@ -151,6 +151,19 @@ async def test_a_run_that_goes_back_is_followed(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+async def test_a_step_that_was_passed_over_is_given_when_the_run_goes_back_to_it(
+    tmp_path: Path,
+) -> None:
+    """Nobody has evaluated it, and it is the newest."""
+    await save_steps(tmp_path, 800, 900)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(poll_s=5.0, timeout_s=20.0)
+        assert await anext(steps) == 900
+        await ckpt.discard_after(800)
+        assert await all_of(steps) == [800]
+
+
+@in_virtual_time
 async def test_of_a_step_that_did_not_change_no_manifest_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
