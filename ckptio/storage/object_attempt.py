@@ -277,9 +277,9 @@ class ObjectAttempt:
         except StorageError as error:
             raise self._in_doubt(error) from error
 
-    def _is_committed(self, found: Present | None, commit: Commit) -> bool:
+    def _is_committed(self, found: Present, commit: Commit) -> bool:
         """Whether ours is there, or was, and another save has replaced it since."""
-        if found is None or not found.save_id:
+        if not found.save_id:
             return False
         old = commit.replaced
         is_new = old is None or found.save_id != old.save_id

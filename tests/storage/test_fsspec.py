@@ -356,8 +356,10 @@ def test_what_is_almost_a_secret_is_soon_told_from_it() -> None:
 
 
 def test_a_secret_that_is_no_text_hides_no_error() -> None:
-    """Of a variable of the environment that is not UTF-8."""
-    assert str(told(RuntimeError("no such login"), ("\udc80",))[0]).endswith("no such login")
+    """Of a variable of the environment that is not UTF-8, or half of a character."""
+    for secret in ("\udc80", "\ud800"):
+        assert str(told(RuntimeError("no such login"), (secret,))[0]).endswith("no such login")
+        assert secret not in str(told(RuntimeError(f"no such login: {secret}"), (secret,))[0])
 
 
 def test_a_secret_that_is_a_part_of_another_leaves_nothing_of_that() -> None:
@@ -555,6 +557,14 @@ async def test_a_url_has_to_name_a_place(url: str) -> None:
     async with Engine() as engine:
         with pytest.raises(ConfigError):
             await engine.load(url)
+
+
+async def test_a_host_is_no_place_of_a_checkpoint() -> None:
+    """All that is on a server is not one; nothing is connected to."""
+    async with Engine() as engine:
+        for url in ("ftp://localhost", "ftp://localhost/"):
+            with pytest.raises(ConfigError, match="has to name a place in the store, not all of"):
+                await engine.load(url)
 
 
 class Gate(SyncFileSystem):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from typing import TYPE_CHECKING
 
 import pytest
@@ -168,7 +169,8 @@ def test_an_abort_beside_a_manifest_that_cannot_be_read_removes_no_file() -> Non
         bucket.put(MANIFEST, b"of a newer version")
         await attempt.abort()
         assert bucket.keys == keys_of(A, 100, 5000)
-        assert [event.file for event in log.of(CleanupFailed)] == ["manifest.json"]
+        (event,) = log.of(CleanupFailed)
+        assert (event.file, event.error.errno) == ("manifest.json", errno.EIO)
 
     run_virtual(scenario(), seed=0)
 
@@ -367,3 +369,86 @@ def test_an_upload_whose_name_never_came_is_dropped(kind: str) -> None:
 
     for ends in (True, False):
         run_virtual(scenario(ends=ends), seed=0)
+
+
+def test_who_goes_on_with_a_save_drops_the_uploads_that_it_left() -> None:
+    """It was killed, and nobody else would: it lives again. Those of others stay."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        for save_id in (A, B):
+            dead = await object_storage(MemoryStore(bucket)).begin(save_id, overwrite=True)
+            sink = await dead.create(f"data-{save_id}-00000-00000.safetensors", 200 * KiB)
+            assert isinstance(sink, AwaitedSink)
+            await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        assert len(bucket.open_uploads) == 2
+        await object_storage(MemoryStore(bucket)).begin(A, overwrite=True, resumes=True)
+        assert [B in upload.key for upload in bucket.open_uploads.values()] == [True]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_begin_that_cannot_leave_its_mark_says_so() -> None:
+    """Nobody goes on with a save that others would take for dead."""
+
+    async def scenario() -> None:
+        store = MemoryStore(fault=hit(0, "refused", operation="put"))
+        for resumes in (False, True):
+            with pytest.raises(StorageError, match="access denied"):
+                await object_storage(store).begin(A, overwrite=True, resumes=resumes)
+            store.fault = hit(0, "refused", operation="put")
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_rank_that_gives_up_drops_its_own_uploads() -> None:
+    """The one that leads may have died."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket)
+        member = await object_storage(store).join(A)
+        sink = await member.create(f"data-{A}-00001-00000.safetensors", 200 * KiB)
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        assert bucket.open_uploads
+        await member.abort()
+        assert not bucket.open_uploads
+        assert store.counts["uploads"] == 0
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_abort_that_cannot_read_the_manifest_leaves_files_and_says_so() -> None:
+    """It may be this save's: an earlier attempt may have committed it."""
+
+    async def scenario() -> None:
+        bucket, log, contents = MemoryBucket(), EventLog(), contents_of(A, 100, 5000)
+        store = MemoryStore(bucket)
+        attempt = await object_storage(store, log=log).begin(A, overwrite=True)
+        await fill_attempt(attempt, contents)
+        store.fault = hit(0, "refused", operation="get", times=100)
+        await attempt.abort()
+        assert bucket.keys == [key for key in keys_of(A, 100, 5000) if key != MANIFEST]
+        assert [event.file for event in log.of(CleanupFailed)] == ["manifest.json"]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_leaves_does_not_wait_for_a_store_that_is_away() -> None:
+    """Ten seconds, whatever the options say: somebody has given up."""
+
+    async def scenario() -> None:
+        store, log = MemoryStore(), EventLog()
+        config = config_with(request_timeout_s=60.0)
+        attempt = await object_storage(store, config=config, log=log).begin(A, overwrite=True)
+        sink = await attempt.create(f"data-{A}-00000-00000.safetensors", 200 * KiB)
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        store.fault = hit(0, "stalled", times=1_000_000)
+        since_s = asyncio.get_running_loop().time()
+        await attempt.leave()
+        assert asyncio.get_running_loop().time() - since_s <= 10
+        assert [isinstance(event.error, OSError) for event in log.of(CleanupFailed)] == [True]
+
+    run_virtual(scenario(), seed=0)

@@ -21,7 +21,7 @@ from ckptio.errors import (
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import decode_manifest
-from ckptio.storage.object_place import Listing
+from ckptio.storage.object_place import Listing, ObjectPlace
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -497,8 +497,10 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         for key in [key for key in bucket.objects if A in key]:
             if not (is_cut_off and key.endswith(last)):
                 del bucket.objects[key]
-        with pytest.raises(StorageError, match="others have removed its files, as of a dead save"):
+        problem = "others have removed its files, as of a dead save"
+        with pytest.raises(StorageError, match=problem) as raised:
             await attempt.commit(manifest_of(A, contents_of(A, 5000, 10)))
+        assert raised.value.in_doubt
         await attempt.abort()
         if overwrite:
             assert {*keys_of(B, 10)} <= {*bucket.keys}  # its files stay, too
@@ -960,3 +962,160 @@ def test_the_store_says_what_time_it_is() -> None:
     upload = UploadInfo(key=PREFIX + data, upload_id="1", active_s=2000.0)
     assert dead(Listing((old, info(mark, 5000.0)), (upload,))) == set()
     assert dead(Listing((old, info(mark, 5601.0)), (upload,))) == {A}
+
+
+def test_how_long_a_save_was_silent_does_not_depend_on_when_it_began() -> None:
+    """Nor what it costs to say that it lives: one request, and none within a few minutes."""
+
+    async def scenario() -> None:
+        await asyncio.sleep(10_000)
+        store = MemoryStore()
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        for silent_s, num_requests in ((10, 0), (300, 1), (1700, 1)):
+            before = len(store.operations)
+            await asyncio.sleep(silent_s)
+            await attempt.stay()
+            assert len(store.operations) - before == num_requests
+        await asyncio.sleep(1900)
+        with pytest.raises(StorageError, match="silent for 1900 s"):
+            await attempt.stay()
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_spoke_for_a_save_half_an_hour_ago_counts() -> None:
+    """By the store's clock; nobody sweeps what was heard of within the hour."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        leader = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        member = await object_storage(MemoryStore(bucket)).join(A)
+        await asyncio.sleep(400)
+        await member.stay()
+        await asyncio.sleep(1700)
+        await leader.stay()
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["put", "delete"])
+def test_a_commit_that_is_cancelled_tidies_up_in_a_hurry(kind: str) -> None:
+    """Whoever cancels it waits ten seconds for a store that is away, not minutes."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, B, 10)
+        store = MemoryStore(bucket)
+        config = config_with(request_timeout_s=100.0)
+        attempt = await object_storage(store, config=config).begin(A, overwrite=True)
+        await fill_attempt(attempt, contents_of(A, 10))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
+
+        def fault(request: Operation) -> FaultKind | None:
+            if request.kind == kind:
+                loop.call_soon(task.cancel)
+            return "stalled" if request.kind == "delete" else None
+
+        store.fault = fault
+        since_s = loop.time()
+        await task
+        assert loop.time() - since_s <= 11
+        assert winner(bucket) == A
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_is_cancelled_as_he_loses_has_changed_nothing() -> None:
+    """He ends as cancelled: there is no doubt to tell of."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 10))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
+
+        def fault(request: Operation) -> None:
+            if request.kind == "put" and request.path == MANIFEST:
+                bucket.put(MANIFEST, manifest_of(B, {}))
+                loop.call_soon(task.cancel)
+
+        store.fault = fault
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await attempt.abort()
+        assert winner(bucket) == B
+        assert bucket.keys == [MANIFEST]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_files_of_a_replaced_save_that_may_come_back_stay() -> None:
+    """Its mark would say so, and cannot be looked at."""
+
+    async def scenario() -> None:
+        bucket, log = MemoryBucket(), EventLog()
+        await save(bucket, B, 10)
+        mark = f"{PREFIX}.attempt-{B}"
+        fault: StoreFault = lambda op: "refused" if op.path == mark else None  # noqa: E731  # short
+        assert (
+            await save(bucket, A, 10, traits=CREATES, overwrite=True, fault=fault, log=log) == "won"
+        )
+        assert bucket.keys == sorted({*keys_of(A, 10), *keys_of(B, 10)})
+        assert [event.file for event in log.of(CleanupFailed)] == [f".attempt-{B}"]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_refused_commit_over_a_damaged_manifest_is_in_no_doubt() -> None:
+    """What cannot be read there was there before, and is none of this save's."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        bucket.put(MANIFEST, b"damaged")
+        fault: StoreFault = lambda op: (  # noqa: E731  # short
+            "refused" if op.kind == "put" and op.path == MANIFEST else None
+        )
+        assert await save(bucket, A, 10, overwrite=True, fault=fault) == "failed"
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize(("times", "num_reads"), [(0, 1), (1, 2)])
+def test_a_manifest_that_was_damaged_on_its_way_is_read_once_more(
+    times: int, num_reads: int
+) -> None:
+    """And one that was not is read once."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, A, 10)
+        fault = hit(0, "corrupted", operation="get", times=times)
+        store = MemoryStore(bucket, fault=fault)
+        _, requests, prefix = await object_storage(store).reach()
+        present = await ObjectPlace("c", prefix, store, requests, EventLog()).present()
+        assert present is not None
+        assert present.save_id == A
+        assert store.counts["get"] == num_reads
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_manifest_that_cannot_be_read_and_goes_is_none() -> None:
+    """It was removed before it was looked at once more."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        bucket.put(MANIFEST, b"damaged")
+
+        def fault(request: Operation) -> None:
+            if request.kind == "head":
+                del bucket.objects[MANIFEST]
+
+        store = MemoryStore(bucket, fault=fault)
+        _, requests, prefix = await object_storage(store).reach()
+        assert await ObjectPlace("c", prefix, store, requests, EventLog()).present() is None
+
+    run_virtual(scenario(), seed=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from ckptio.storage.root import resolve_root
 from ckptio.storage.root_interface import Found
 from ckptio.storage.store import (
     ConditionFailedError,
+    ObjectInfo,
     ObjectMissingError,
     RefusedError,
     StoreError,
@@ -29,6 +31,8 @@ from tests.rig import SAVE_IDS, SMALL, config_with, contents_of, manifest_of
 from tests.storage.object_rig import DictStore, OneStore, Opened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptio._threads import Threads
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -600,3 +604,70 @@ async def test_what_is_below_is_named_as_far_as_that_costs_little() -> None:
 
         store.on_request = fail
         assert await storage("dict://run").find_below() == ""
+
+
+async def test_a_removal_that_was_carried_out_and_refused_is_finished_by_a_sweep(
+    threads: Threads,
+) -> None:
+    """What lists the files stays, where the manifest went all the same."""
+    store = DictStore()
+    write(store, "a")
+
+    def refuse(kind: str, key: str) -> None:
+        if kind == "delete" and key.endswith("manifest.json"):
+            carry_out(store, kind, key)
+            raise RefusedError("odd")
+
+    store.on_request = refuse
+    with pytest.raises(StorageError, match="odd"):
+        await root_at(store, threads).remove("a")
+    assert [key for key in store.objects if key.endswith("-old")]
+    await root_at(store, threads).sweep("a", 1)
+    assert store.objects == {}
+
+
+class Behind(DictStore):
+    """Its listings do not have a manifest yet."""
+
+    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+        found = await super().list(prefix, below=below)
+        return [info for info in found if not info.key.endswith("manifest.json")]
+
+
+async def test_a_checkpoint_that_is_not_listed_yet_is_not_swept(threads: Threads) -> None:
+    """It is looked for by its name, too."""
+    store = Behind()
+    write(store, "a")
+    store.age(OLD)
+    await root_at(store, threads).sweep("a", 1)
+    assert whole(store, "a")
+
+
+async def test_a_removal_that_cannot_be_understood_stays_and_is_told_of(threads: Threads) -> None:
+    """What lists its files is of a newer version, say."""
+    store, log = DictStore(), EventLog()
+    tomb = f".manifest-{SAVE_IDS[0]}-old"
+    store.set(f"run/a/{tomb}", b"of a newer version")
+    await root_at(store, threads, log).sweep("a", 1)
+    assert [*store.objects] == [f"run/a/{tomb}"]
+    (event,) = log.of(CleanupFailed)
+    assert (event.file, event.error.errno) == (tomb, errno.EBADMSG)
+
+
+class Strict(DictStore):
+    """Says of what it is to remove that it is not there, as file systems do."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._info(key)
+        await super().delete(keys)
+
+
+async def test_a_file_that_somebody_else_removed_keeps_nothing(threads: Threads) -> None:
+    """It is gone: that is what was wanted."""
+    store, log = Strict(), EventLog()
+    write(store, "a")
+    del store.objects[f"run/a/{next(iter(CONTENTS))}"]
+    await root_at(store, threads, log).remove("a")
+    assert store.objects == {}
+    assert not log.of(CleanupFailed)

@@ -128,10 +128,13 @@ def test_a_sweep_leaves_what_belongs_to_checkpoints_below() -> None:
         (name,) = contents_of(A, 10)
         for key in (f"{PREFIX}below/{name}", f"{PREFIX}{name}"):
             bucket.put(key, b"data")
+            bucket.begin(f"{key}-begun")
         await asyncio.sleep(8000)
         attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
         await attempt.abort()
         assert bucket.keys == [f"{PREFIX}below/{name}"]
+        begun = [upload.key for upload in bucket.open_uploads.values()]
+        assert begun == [f"{PREFIX}below/{name}-begun"]
 
     run_virtual(scenario(), seed=0)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptio.config import KiB
 from ckptio.errors import (
+    CheckpointChangedError,
     CheckpointError,
     CorruptionError,
     FormatError,
@@ -21,8 +22,10 @@ from ckptio.errors import (
 )
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import decode_manifest
+from ckptio.format.pointer import encode_pointer
+from ckptio.storage.object_files import ObjectSource
 from ckptio.storage.store import StoreTraits
-from ckptio.storage.streams import AwaitedSource
+from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, crash_at, hit, run_virtual
 from ckptio.testing.objects import FaultKind
 from tests.manifests import block_checksums
@@ -540,5 +543,145 @@ def test_one_tensor_costs_one_range() -> None:
         ranges = [op.nbytes for op in store.operations if op.kind == "get_into"]
         assert len(ranges) == 1
         assert ranges[0] <= 2 * CONFIG.block_nbytes
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_lies_below_is_looked_for_by_number_and_not_among_objects() -> None:
+    """Step 10 comes behind step 9, however many files lie beside them."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        for step in (9, 10):
+            bucket.put(f"{PREFIX}step-{step}/manifest.json", b"{}")
+        for number in range(5):
+            bucket.put(f"{PREFIX}z-{number}", b"")
+        store = MemoryStore(bucket)
+        assert await object_storage(store).find_below() == "step-10"
+        assert store.counts == {"list": 1, "head": 2}
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_all_that_one_load_asks_for_has_one_deadline() -> None:
+    """An outage that has lasted for as long as it may is not waited for by each call anew."""
+
+    async def scenario() -> None:
+        config = config_with(retry_timeout_s=30.0, max_retries=1000)
+        store = MemoryStore(fault=hit(0, "before", times=1_000_000))
+        storage = object_storage(store, config=config)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="the connection broke"):
+                await storage.version()
+            assert 10 < asyncio.get_running_loop().time() <= 30
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_manifest_that_is_no_manifest_is_told_with_its_url() -> None:
+    """A pointer that leads nowhere, say: which checkpoint it is of."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        bucket.put(f"{PREFIX}manifest.json", encode_pointer(LIVING, b"a large manifest"))
+        with pytest.raises(FormatError, match="'memory://run/step-1': the manifest points to"):
+            await object_storage(MemoryStore(bucket)).read_manifest()
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("num_slabs", [0, 1, 2])
+def test_a_file_costs_as_few_requests_as_it_can(num_slabs: int) -> None:
+    """One of a slab is one request; an empty one is written, too; nothing lists uploads."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket)
+        attempt = await object_storage(store).begin(LIVING, overwrite=False)
+        before = store.counts.copy()
+        slab = bytes(SMALL.slab_nbytes)
+        sink = await attempt.create("data", num_slabs * len(slab))
+        for number in range(num_slabs):
+            assert isinstance(sink, AwaitedSink)
+            await sink.write(number * len(slab), memoryview(slab))
+        await sink.close()
+        in_parts = {"upload": 1, "write": 2, "complete": 1, "head": 1}
+        assert store.counts - before == (in_parts if num_slabs == 2 else {"put": 1, "head": 1})
+        assert bucket.objects[f"{PREFIX}data"].data == slab * num_slabs
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2])
+def test_data_that_takes_too_long_makes_fewer_requests_run(num_slabs: int) -> None:
+    """The way may be narrow; so it is with a file in one request, and with one in parts."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        storage = object_storage(store, config=config_with(request_timeout_s=60.0))
+        attempt = await storage.begin(LIVING, overwrite=False)
+        slab = bytes(SMALL.slab_nbytes)
+        sink = await attempt.create("data", num_slabs * len(slab))
+        assert isinstance(sink, AwaitedSink)
+        store.fault = hit(0, "stalled", operation="put" if num_slabs == 1 else "write")
+        _, limit = await storage._open_store.get()
+        before = limit.allowed
+        await sink.write(0, memoryview(slab))
+        assert limit.allowed < before * 3 // 4
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("data", [b"another one", b"short"])
+def test_an_object_that_is_another_by_now_has_changed(data: bytes) -> None:
+    """Whether or not it is long enough, where it was to have the etag that it had."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        bucket.put(f"{PREFIX}a", b"as it was then")
+        store = MemoryStore(bucket)
+        info = await store.head(f"{PREFIX}a")
+        bucket.put(f"{PREFIX}a", data)
+        requests = (await object_storage(store).reach())[1]
+        room = memoryview(bytearray(len(b"another one")))
+        source = ObjectSource("c", store, requests, f"{PREFIX}a", "a", len(room), info.etag)
+        with pytest.raises(CheckpointChangedError):
+            await source.read_into(0, room)
+        assert store.counts["head"] == 1  # nothing is asked again
+        store.fault = hit(0, "refused", operation="get_into")
+        with pytest.raises(CheckpointChangedError):
+            await source.read_into(0, room)
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["put", "upload", "complete"])
+def test_a_request_that_makes_something_is_waited_for(kind: str) -> None:
+    """Who cancels it cleans up behind it: nothing may come later."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        attempt = await object_storage(store).begin(LIVING, overwrite=False)
+        slab = bytes(SMALL.slab_nbytes)
+        sink = await attempt.create("data", len(slab) * (1 if kind == "put" else 2))
+        assert isinstance(sink, AwaitedSink)
+        loop = asyncio.get_running_loop()
+
+        def fault(request: Operation) -> None:
+            if request.kind == kind:
+                loop.call_soon(task.cancel)
+
+        async def fill() -> None:
+            for start in range(0, sink._nbytes, len(slab)):
+                await sink.write(start, memoryview(slab))
+            await sink.close()
+
+        task = loop.create_task(fill())
+        store.fault, store._max_delay_s = fault, 1.0
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        made = [upload.key for upload in store.bucket.open_uploads.values()]
+        assert made == ([f"{PREFIX}data"] if kind == "upload" else [])
+        assert (f"{PREFIX}data" in store.bucket.keys) == (kind != "upload")
 
     run_virtual(scenario(), seed=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -124,7 +125,15 @@ def test_credentials_come_from_where_botocore_finds_them(monkeypatch: pytest.Mon
     assert found.credentials is not None
     given = found.credentials()
     assert given["access_key_id"] == "from-the-environment"
-    assert given["expires_at"] is not None
+    assert given["expires_at"] > dt.datetime.now(dt.UTC)  # else before every request
+
+
+def test_a_certificate_is_read_from_its_file(tmp_path: Path) -> None:
+    """What is in it is handed over."""
+    file = tmp_path / "ca.pem"
+    file.write_bytes(b"a certificate")
+    found = obstore_options({**KEYS, "client_kwargs": {"verify": str(file)}}, AMAZON)
+    assert found.client == {"allow_http": False, "root_certificate": b"a certificate"}
 
 
 def test_without_credentials_nothing_is_signed_only_if_that_is_wanted() -> None:

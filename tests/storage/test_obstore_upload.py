@@ -211,6 +211,34 @@ async def test_what_obstore_says_of_an_upload_that_was_given_up_means_nothing() 
     assert fake.num_begun == 2
 
 
+async def test_what_is_at_hand_is_sent_again_at_the_end() -> None:
+    """A part that is smaller than others is kept, and fails when it is asked for."""
+    fake = FakeObstore(fail_at=0)
+    upload = fake.upload()
+    await upload.write(0, memoryview(b"a"))
+    await asyncio.wait(fake.streams)
+    fake.fail_at = None
+    await upload.complete()
+    assert fake.objects == [b"a"]
+    assert fake.num_begun == 2
+
+
+@pytest.mark.parametrize("ends", ["made", "aborted"])
+async def test_an_upload_that_obstore_gave_up_is_begun_again_or_aborted(ends: str) -> None:
+    """It was cancelled on its side: that is no error of whoever writes."""
+    fake = FakeObstore()
+    upload = fake.upload()
+    await asyncio.sleep(0)
+    fake.streams[0].cancel()
+    await asyncio.wait(fake.streams)
+    if ends == "aborted":
+        await upload.abort()
+    else:
+        await upload.write(0, memoryview(b"aaaa"))
+        await upload.complete()
+    assert fake.objects == ([b"aaaa"] if ends == "made" else [])
+
+
 async def test_what_is_gone_cannot_be_sent_again() -> None:
     """So the failure of a later part is final, and said so by everything that follows."""
     fake = FakeObstore(fail_at=1)

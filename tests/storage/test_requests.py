@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import StorageError
 from ckptio.events import RequestRetried
-from ckptio.storage.requests import RequestLimit, Requests
+from ckptio.storage.requests import RequestLimit, Requests, settling_wait_s
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -428,3 +429,116 @@ def test_fewer_run_where_what_is_sent_takes_too_long() -> None:
         assert limit.allowed == 16
 
     run_virtual(look(), seed=0)
+
+
+def test_what_became_of_a_request_is_asked_soon_and_then_now_and_then() -> None:
+    """After a fifth of a second, twice as much each time, and at most five seconds."""
+    waits = [settling_wait_s(tries) for tries in range(1, 9)]
+    assert waits == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+
+
+def test_who_hurries_twice_gets_no_more_time() -> None:
+    """Clean-up within clean-up ends with it."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        brief = requests(retry_timeout_s=1000.0, max_retries=1000).brief()
+        await asyncio.sleep(6)
+        with pytest.raises(StorageError):
+            await brief.brief().run("remove", "a", failing(*[TransientError("broke")] * 100))
+        assert 8 < loop.time() <= 10
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_one_request_that_gets_no_answer_leaves_time_for_others_in_a_hurry() -> None:
+    """It is given a third of the ten seconds."""
+
+    async def scenario() -> None:
+        brief = requests(request_timeout_s=60.0).brief()
+        with pytest.raises(TransientError, match=r"no answer within 3\.33333 s"):
+            await brief.once(asyncio.get_running_loop().create_future)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_the_log_says_nothing_of_what_fails_at_first(caplog: pytest.LogCaptureFixture) -> None:
+    """However long it is that the program runs."""
+
+    async def scenario() -> None:
+        await asyncio.sleep(1000)
+        error = TransientError("broke")
+        assert await requests().run("read", "a", failing(error, error)) == "done"
+
+    run_virtual(scenario(), seed=0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+def test_what_makes_something_is_waited_for_when_it_is_cancelled(*, outlive: bool) -> None:
+    """What only looks is not: it ends at once."""
+
+    async def scenario() -> float:
+        async def request() -> None:
+            await asyncio.sleep(5)
+
+        task = asyncio.get_running_loop().create_task(requests().once(request, outlive=outlive))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(scenario(), seed=0) == pytest.approx(5 if outlive else 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TransientError("away"), errno.ETIMEDOUT), (RefusedError("denied"), errno.EIO)],
+)
+def test_an_error_tells_what_may_get_better_from_what_will_not(
+    error: StoreError, code: int
+) -> None:
+    """By its `errno`; and it counts tries where there were several."""
+
+    async def scenario() -> None:
+        run = requests(max_retries=1)
+        with pytest.raises(StorageError, match="cannot read 'a'") as raised:
+            await run.run("read", "a", failing(error, error))
+        assert raised.value.errno == code
+        assert ("(2 tries)" in str(raised.value)) == (code == errno.ETIMEDOUT)
+        assert "(1 tries)" not in str(raised.value)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_place_that_its_waiter_does_not_take_goes_to_the_next() -> None:
+    """Who was given one and is cancelled in that turn holds nobody up."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(1)
+
+        async def wait() -> None:
+            async with limit.slot():
+                await asyncio.sleep(1)
+
+        async with limit.slot():
+            first, second = (asyncio.get_running_loop().create_task(wait()) for _ in range(2))
+            await asyncio.sleep(1)
+        first.cancel()
+        await second
+        assert first.cancelled()
+        assert limit._running == 0
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_it_takes_as_many_answers_as_there_are_places_to_get_one_more() -> None:
+    """What was too much is found again slowly."""
+    limit = RequestLimit(8)
+    limit.slow_down(0)
+    allowed = []
+    for _ in range(5):
+        limit.answered()
+        allowed.append(limit.allowed)
+    assert allowed == [4, 4, 4, 4, 5]

@@ -9,7 +9,7 @@ import pytest
 
 from ckptio.errors import ConfigError
 from ckptio.storage import local
-from ckptio.storage.resolve import local_path, resolve_storage
+from ckptio.storage.resolve import local_path, require_order, resolve_storage
 from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog
 from tests.mounts import Mount
@@ -73,9 +73,48 @@ def test_a_url_with_something_missing_is_refused(path: str) -> None:
         local_path(path)
 
 
-@pytest.mark.parametrize("path", ["data//step-1", "./s3//step-1", "s3/step-1", "//net/s3//step"])
+@pytest.mark.parametrize(
+    "path", ["data//step-1", "./s3//step-1", "s3/step-1", "//net/s3//step", "s3"]
+)
 def test_a_doubled_slash_is_no_url(path: str) -> None:
+    """Nor is a directory that is called as a protocol is."""
     assert local_path(path) == path
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (Path("s3://bucket/key"), "was a URL: a path object drops one of its slashes"),
+        (Path("nonesuch://a/b"), "was a URL: a path object drops one of its slashes"),
+        ("s3:/bucket/key", "has one slash where a URL has two"),
+        ("s3://bucket/key", "is no path of a local or mounted file system"),
+    ],
+)
+def test_what_nearly_is_a_url_is_refused_in_words_of_its_own(path: Any, said: str) -> None:
+    """They say what to write instead."""
+    with pytest.raises(ConfigError, match=said):
+        local_path(path)
+
+
+def test_only_a_relative_path_needs_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may stand where there is nothing any more."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert local_path("/a/b") == "/a/b"
+    with pytest.raises(ConfigError, match="the working directory, which is gone"):
+        local_path("a/b")
+
+
+def test_a_path_and_a_state_in_each_others_place_are_told() -> None:
+    """A path where a state belongs is one only if there is none where a path does."""
+    with pytest.raises(ConfigError, match="path and state are swapped"):
+        require_order("run/step-1", {})
+    require_order("run/step-1", Path("run/step-2"))
+    require_order({}, "run/step-1")
 
 
 def test_a_url_that_nobody_knows_is_refused(executor: Executor) -> None:

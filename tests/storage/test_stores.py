@@ -11,7 +11,7 @@ import pytest
 from ckptio._threads import Threads
 from ckptio.errors import StorageError
 from ckptio.storage import options
-from ckptio.storage.stores import OpenStore, Stores
+from ckptio.storage.stores import OpenStore, Stores, open_stores
 from ckptio.testing import MemoryBackend, MemoryStore, run_virtual
 from tests.rig import config_with
 
@@ -105,3 +105,50 @@ def test_what_is_installed_is_looked_through_once(monkeypatch: pytest.MonkeyPatc
         for step in range(3):
             stores.at(f"memory://run/step-{step}")
     assert looked == ["ckptio.backends"]
+
+
+class CountingBackend(MemoryBackend):
+    """Takes a while to open a store, and counts.
+
+    Attributes:
+        num_opened: How many it has opened.
+    """
+
+    num_opened = 0
+
+    async def open(self, *arguments: Any) -> MemoryStore:
+        self.num_opened += 1
+        await asyncio.sleep(1)
+        return await super().open(*arguments)
+
+
+def test_who_comes_while_a_store_is_opened_gets_that_one() -> None:
+    """Of two, one would never be closed."""
+
+    async def scenario() -> None:
+        backend = CountingBackend(MemoryStore())
+        opened = OpenStore("m", "memory://a", backend, {}, config_with(), None)  # type: ignore[arg-type]  # nothing runs on it
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(opened.get()) for _ in range(3)]
+        assert len({id(task.result()[0]) for task in tasks}) == 1
+        assert backend.num_opened == 1
+        await opened.get()
+        assert backend.num_opened == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+async def test_stores_without_an_engine_are_closed_with_their_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where what was done with them fails."""
+    store = MemoryStore()
+    monkeypatch.setattr("ckptio.storage.stores.find_backend", lambda *_: MemoryBackend(store))
+    with pytest.raises(ZeroDivisionError):
+        async with open_stores(config_with(), "stores") as (threads, stores):
+            await stores.at("m://a")[0].get()
+            threads.submit(int).result()
+            raise ZeroDivisionError
+    assert store.is_closed
+    with pytest.raises(RuntimeError):
+        threads.submit(int)
