@@ -736,6 +736,29 @@ async def test_an_answer_that_ends_early_is_asked_for_again() -> None:
     await store.close()
 
 
+class Vague(MemoryFileSystem):  # type: ignore[misc]  # of an untyped package
+    """Says of no file how large it is, as web servers may."""
+
+    protocol = "vague"
+    cachable = False
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {**super().info(path, **options), "size": None}
+
+
+async def test_what_has_no_size_or_holds_others_is_no_object() -> None:
+    """A directory is not there; of a file, it has to be known how much of it is to come."""
+    Vague().pipe("/vague/d/a", b"data")
+    store = FsspecStore(Vague(), "vague", 1)
+    for look in (store.head, lambda key: store.get(key, 100)):
+        with pytest.raises(ObjectMissingError):
+            await look("/vague/d")
+        with pytest.raises(RefusedError, match="nobody says how many bytes it has"):
+            await look("/vague/d/a")
+    Vague().rm("/vague", recursive=True)
+    await store.close()
+
+
 @pytest.mark.parametrize("protocol", ["az", "abfs", "abfss", "adl"])
 def test_azure_is_asked_not_to_write_over_what_is_there(protocol: str) -> None:
     """By a word of adlfs, which is not asked here whether it keeps it."""
