@@ -63,7 +63,8 @@ class Shard:
     """A block of a tensor whose other blocks other ranks hold, described by hand.
 
     For what is neither a DTensor nor replicated: put it in the state where the tensor
-    would be, in `save` and in the target of `load`. The tensor stays the caller's.
+    would be, in `save` and in the target of `load`. The tensor stays the caller's. A tied tensor
+    is one `Shard` under all of its names, on all ranks: two are two tensors, whatever they hold.
 
     Attributes:
         tensor: The block; or a one-dimensional range of the flattened tensor, with

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -285,6 +286,23 @@ def test_ranges_of_a_flattened_tensor_are_blocks(data: st.DataObject) -> None:
         return {"x": shards.Shard(spread, shape, flat_start=cuts[rank])}
 
     assert_same(load(save(3, state_of))[0], {"x": tensor})
+
+
+def test_one_shard_under_two_names_is_one_tensor_and_two_of_its_memory_are_two() -> None:
+    """What a rank without elements holds could not tell, unlike what its caller says."""
+    tensor = torch.arange(6.0)
+
+    def state_of(rank: int, *, is_one: bool) -> Any:
+        part = tensor[3 * rank : 3 * rank + 3]
+        first, second = (shards.Shard(part, (6,), (3 * rank,)) for _ in range(2))
+        return {"embed": first, "head": first if is_one else second}
+
+    for is_one in (True, False):
+        saved = save(2, functools.partial(state_of, is_one=is_one))
+        found = load(saved)[0]
+        assert_same(found, {"embed": tensor, "head": tensor})
+        assert len(saved.manifest.tensors) == (1 if is_one else 2)
+        assert (found["embed"].data_ptr() == found["head"].data_ptr()) == is_one
 
 
 def test_a_shard_keeps_the_replica_that_its_owner_says() -> None:
