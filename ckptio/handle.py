@@ -85,7 +85,10 @@ class SaveHandle:
 
     `await handle.durable` is later, where the save has a second tier (`then=`): the copy
     exists there. Without one it is the commit. If the copy fails, it raises, and the
-    checkpoint on the first tier stays as it is; `await handle` never raises for that.
+    checkpoint on the first tier stays as it is; `await handle` never raises for that. If a
+    later save with `overwrite=True` replaced the checkpoint before it was copied, it raises
+    `CheckpointChangedError` (on several ranks, a `RankError` that was caused by it): what
+    counts then is the copy of the later save.
 
     A handle that is never awaited does not stop its save; leaving the engine waits for it,
     and for the copy, and raises the error of what nobody waited for. The log has that error
