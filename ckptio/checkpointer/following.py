@@ -114,7 +114,6 @@ class Following:
 
     def failed(self) -> None:
         """Take note of a look that failed, and was told of: the next one comes after a pause."""
-        self._looked = None
         self._count(())
 
     async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
@@ -138,13 +137,12 @@ class Following:
         is_new = not self._looked.given() <= self._seen
         return newest if is_new and self._looked.step > self._after else ()
 
-    async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Look | None:
-        """Say which saves of a step are there; `None` if there is none any more."""
+    async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Look:
+        """Say which saves of a step are there."""
         last = self._last
         known = last.saves if last is not None and last.step == step else [None] * len(tiers)
         pairs = zip(tiers, known, strict=True)
-        saves = tuple([await _save_of(step, keeper, save) for keeper, save in pairs])
-        return _Look(step, saves) if any(saves) else None
+        return _Look(step, tuple([await _save_of(step, keeper, save) for keeper, save in pairs]))
 
 
 async def _save_of(step: int, keeper: Keeper, known: _Save | None) -> _Save | None:

@@ -303,6 +303,17 @@ async def test_both_tiers_are_looked_at(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+async def test_a_second_tier_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+    """And how to go on without it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    await save_steps(first, 3)
+    second.write_text("no directory")
+    async with engines() as (engine,), checkpointer_on(engine, first, then=second) as ckpt:
+        with pytest.raises(StorageError, match="leave out then= to go on with step 3 of the first"):
+            await anext(ckpt.follow())
+
+
+@in_virtual_time
 async def test_a_later_save_on_the_second_tier_is_another_one(tmp_path: Path) -> None:
     """As of a run that goes on on another machine: that one is loaded, not what is here."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -384,25 +395,46 @@ async def test_it_is_used_inside_the_block(tmp_path: Path) -> None:
         await anext(steps)
 
 
-def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sleeps between two looks, and goes on after an interrupt there."""
-    pauses: list[float] = []
-    hooks: list[Callable[[], object]] = []
+class Clock:
+    """Time that passes in pauses alone; some of them end early, or something happens then."""
 
-    def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if pause_s and hooks:
-            hooks.pop(0)()
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self.hooks: list[Callable[[], object]] = []
 
-    def interrupt() -> None:
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
+        if pause_s and self.hooks:
+            self.hooks.pop(0)()
+        self.now_s += pause_s
+
+    def interrupt(self) -> None:
+        self.now_s += 4.0
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("time.sleep", sleep)
+
+def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps between two looks, and goes on after an interrupt there and after an error."""
+    clock, real = Clock(), LocalRoot.names
+    monkeypatch.setattr("ckptio.checkpointer.blocking.time", clock)
+
+    async def away(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(LocalRoot, "names", real)
+        raise StorageError("no", path="p")
+
     with sync.Checkpointer(tmp_path, config=SMALL) as run:
-        hooks += [interrupt, lambda: run.save({}, 8)]
+        clock.hooks += [clock.interrupt, lambda: run.save({}, 8)]
         steps = run.follow(poll_s=10.0, timeout_s=25.0)
         with pytest.raises(KeyboardInterrupt):
             next(steps)
-        assert list(steps) == [8]
+        assert next(steps) == 8
+        monkeypatch.setattr(LocalRoot, "names", away)
+        with pytest.raises(StorageError, match="no"):
+            next(steps)
         assert list(steps) == []
-    assert pauses == pytest.approx([0.0, 10.0, 10.0, 0.0, 10.0, 10.0, 5.0], abs=1.0)
+        assert list(steps) == []
+    assert clock.pauses == [0.0, 10.0, 6.0, 0.0, 10.0, 10.0, 5.0]
