@@ -799,6 +799,94 @@ async def test_what_says_that_a_save_is_dead_stays_as_long_as_its_files(tmp_path
     assert names_in(tmp_path) == [marker, data]
 
 
+def test_a_lock_is_taken_once_more_where_its_file_is_another_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says whose it is, whatever was there before."""
+    monkeypatch.setattr(attempt_lock, "_WAIT_S", 0.0)
+    marker = tmp_path / f".attempt-{A}"
+    marker.write_bytes(ELSEWHERE)
+    seen: list[Operation] = []
+
+    def change(operation: Operation) -> None:
+        if operation.kind == "lock":
+            seen.append(operation)
+            if len(seen) == 1:
+                marker.unlink()
+                marker.write_bytes(b"x" * len(boot_id()))
+
+    with attempts_of(tmp_path, RecordingFiles(change)).held(A, is_kept=True) as is_held:
+        assert is_held
+        assert marker.read_bytes() == boot_id()
+    assert len(seen) == 2
+    assert names_in(tmp_path) == [marker.name]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+async def test_only_who_has_a_lock_says_that_its_save_is_dead(
+    tmp_path: Path, *, has_locks: bool
+) -> None:
+    """Where there are none, it is looked at once more: somebody may have taken it up."""
+    (tmp_path / f".attempt-{B}").write_bytes(boot_id())
+    asked = list[list[str]]()
+
+    def find(held: Collection[str]) -> list[str]:
+        asked.append(sorted(held))
+        return [f".attempt-{B}"]
+
+    assert attempts_of(tmp_path, RecordingFiles(has_locks=has_locks)).clear(find, bool)
+    assert asked == [[], [B] * has_locks]
+
+
+async def test_nothing_is_cleared_but_what_was_found_at_first(tmp_path: Path) -> None:
+    """Or was asked for, though more is left over by then."""
+    (tmp_path / f".attempt-{B}").write_bytes(boot_id())
+    first, more = (f"data-{B}-0000{rank}-00000.safetensors" for rank in range(2))
+    removed, num_found = list[list[str]](), list[int]()
+
+    def find(_: Collection[str]) -> list[str]:
+        num_found.append(1)
+        return [first, more][: len(num_found)]
+
+    def remove(names: list[str]) -> bool:
+        removed.append(names)
+        return True
+
+    attempts = attempts_of(tmp_path, RecordingFiles())
+    assert attempts.clear(find, remove)
+    assert attempts.clear(find, remove, [more])
+    assert removed == [[first], [more]]
+
+
+async def test_an_abort_of_a_rank_leaves_the_files_of_others(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The one that leads removes them all, once every rank has ended."""
+    path = tmp_path / "c"
+    ranks: list[LocalAttempt] = []
+    storage = storage_at(path, executor)
+    for rank in range(2):
+        ranks.append(await (storage.join(B) if rank else storage.begin(B, overwrite=True)))
+        writer = await ranks[rank].create(f"data-{B}-0000{rank}-00000.safetensors", 10)
+        writer.pwrite(0, memoryview(b"0123456789"))
+        writer.close()
+    await ranks[1].abort()
+    assert names_in(path) == [f".attempt-{B}", f"data-{B}-00000-00000.safetensors"]
+    await ranks[0].abort()
+    assert not path.exists()
+
+
+async def test_an_abort_beside_a_damaged_manifest_removes_what_it_made(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """That is no checkpoint of this save."""
+    (tmp_path / MANIFEST_NAME).write_bytes(b"damaged")
+    attempt = await storage_at(tmp_path, executor).begin(B, overwrite=True)
+    await fill_attempt(attempt, NEW)
+    await attempt.abort()
+    assert names_in(tmp_path) == [MANIFEST_NAME]
+
+
 async def test_a_file_that_was_made_for_a_lock_goes_where_there_can_be_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +13,11 @@ from ckptio.storage.files import (
     MAX_TRIES,
     NoExclusiveNames,
     PosixFiles,
+    absolute,
     make_dirs,
     read_regular,
+    set_mode,
+    sync_dirs,
     write_at,
 )
 from tests.conftest import open_files
@@ -102,6 +107,28 @@ def test_a_directory_that_another_made_meanwhile_is_not_ones_own(tmp_path: Path)
     assert made == [f"{tmp_path}/ours", f"{tmp_path}/ours/theirs/c"]
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EINVAL, errno.EIO])
+@pytest.mark.parametrize("whose", ["ours", "another's"])
+def test_a_directory_that_cannot_be_synced_is_no_error_if_it_is_not_ours_to_sync(
+    tmp_path: Path, code: int, whose: str
+) -> None:
+    """A disk that fails is one wherever it does: another save may have made what this one found."""
+    bad = tmp_path / "a" / "b" / "c" if whose == "ours" else tmp_path / "a"
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+
+    class Refuses(PosixFiles):
+        def fsync_dir(self, path: str) -> None:
+            tried.append(path)
+            if path == str(bad):
+                raise OSError(code, os.strerror(code), path)
+
+    tried: list[str] = []
+    is_error = whose == "ours" or code == errno.EIO
+    with pytest.raises(OSError, match=os.strerror(code)) if is_error else nullcontext():
+        sync_dirs(Refuses(), f"{tmp_path}/a/b/c", [])
+    assert str(bad) in tried
+
+
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
 def test_a_name_is_given_once_where_a_file_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -124,6 +151,39 @@ def test_a_name_is_given_once_where_a_file_has_one(
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/free")
     assert not (tmp_path / "free").exists()
+
+
+def test_a_mode_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    """Of what a directory has from the one above, only the set-group-ID bit stays."""
+    file, directory = tmp_path / "file", tmp_path / "directory"
+    file.touch(mode=0o600)
+    set_mode(str(file), 0o640)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    directory.mkdir()
+    directory.chmod(0o2777)
+    set_mode(str(directory), 0o750)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o2750
+
+
+def test_a_path_goes_up_from_where_links_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps the names of those behind; one that is absolute needs no working directory."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "up").symlink_to("a/b")
+    (tmp_path / "a" / "link").symlink_to("b")
+    monkeypatch.chdir(tmp_path)
+    real = os.path.realpath(tmp_path)
+    assert absolute("c") == f"{os.getcwd()}/c"
+    assert absolute(f"{tmp_path}/up/../link/c") == f"{real}/a/link/c"
+
+    def gone() -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert absolute("/c") == "/c"
+    with pytest.raises(FileNotFoundError):
+        absolute("c")
 
 
 def test_a_link_does_not_take_the_name_of_another_file(tmp_path: Path) -> None:

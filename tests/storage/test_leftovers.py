@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 
 from ckptio.errors import StorageError
 from ckptio.events import LeftoversRemoved
+from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.file_names import QUIET_S, data_file_name
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.leftovers import boot_id, find_leftovers
+from ckptio.storage.leftovers import boot_id, find_leftovers, newest_s
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, RecordingFiles
 from tests.rig import (
@@ -158,6 +160,51 @@ async def test_a_full_disk_makes_nothing_dead(
     assert names_in(directory) == before
 
 
+async def test_on_a_full_disk_what_is_dead_goes_beside_what_may_live(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """There is no attempt's file yet that says what time it is: nothing else counts as quiet."""
+    dead, ahead = (data_file_name(save_id, 1, 0) for save_id in (B, A))
+    for name in (dead, ahead):
+        (tmp_path / name).write_bytes(b"there")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / f".attempt-{B}").write_bytes(boot_id())
+
+    def full(operation: Operation) -> None:
+        if operation.kind == "create" and (tmp_path / dead).exists():
+            assert (tmp_path / ahead).exists()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = EventLog()
+    storage = LocalStorage(str(tmp_path), SMALL, executor, log, RecordingFiles(full))
+    attempt = await storage.begin(C, overwrite=True)
+    assert [event.files for event in log.of(LeftoversRemoved)] == [
+        (dead, f".attempt-{B}"),
+        (ahead,),  # once there is room for a file that says what time it is
+    ]
+    await attempt.abort()
+
+
+class ServerLocks(PosixFiles):
+    """Those of NFS, which want a file that may be written."""
+
+    def lock(self, fd: int) -> bool:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return super().lock(fd)
+
+
+def test_a_server_tells_the_dead_too(directory: Path) -> None:
+    """It locks no file that is only read."""
+    (directory / f".attempt-{B}").write_bytes(boot_id())
+    assert leftovers(directory, ServerLocks()) == sorted([*ALL_OF_B, f".attempt-{B}"])
+
+
+def test_what_went_meanwhile_is_of_no_date(tmp_path: Path) -> None:
+    """None of the files that were listed is there any more."""
+    assert newest_s(str(tmp_path), ["gone"]) == 0.0
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A checkpoint of A with leftovers of B, which never lived here."""
@@ -179,6 +226,24 @@ def leftovers(directory: Path, files: PosixFiles | None = None) -> list[str]:
 def test_what_has_no_attempt_is_left_over(directory: Path) -> None:
     """Everything of a save that is neither alive nor committed is named, nothing else."""
     assert leftovers(directory) == ALL_OF_B
+
+
+def test_a_rank_that_is_ahead_of_the_one_that_leads_is_left_alone(tmp_path: Path) -> None:
+    """There is no attempt's file yet, for an hour; then it is that of a save that died."""
+    name = data_file_name(B, 1, 0)
+    (tmp_path / name).write_bytes(b"written just now")
+    assert leftovers(tmp_path) == []
+    os.utime(tmp_path / name, (0, 0))
+    assert leftovers(tmp_path) == [name]
+
+
+def test_what_a_commit_points_to_is_not_left_over(directory: Path) -> None:
+    """Nor what that lists: a large checkpoint that was copied from an object store."""
+    manifest = (directory / "manifest.json").read_bytes()
+    (directory / pointed_name(A)).write_bytes(manifest)
+    (directory / pointed_name(B)).write_bytes(manifest)
+    (directory / "manifest.json").write_bytes(encode_pointer(A, manifest))
+    assert leftovers(directory) == sorted([*ALL_OF_B, pointed_name(B)])
 
 
 def test_ones_own_files_are_not_left_over(directory: Path) -> None:
@@ -307,6 +372,25 @@ async def test_a_save_that_could_not_sweep_goes_on(directory: Path, executor: Ex
     await attempt.commit(manifest_of(C, contents_of(C, 10)))
     assert names_in(directory) == sorted([*contents_of(C, 10), ALL_OF_B[-1], "manifest.json"])
     assert "CleanupFailed" in log.kinds()
+    told = [name for event in log.of(LeftoversRemoved) for name in event.files if B in name]
+    assert sorted(told) == ALL_OF_B[:-1]
+
+
+async def test_what_somebody_else_removes_meanwhile_is_not_told_of(
+    directory: Path, executor: Executor
+) -> None:
+    """Whoever removed it says so."""
+
+    def gone(operation: Operation) -> None:
+        if operation.kind == "unlink" and operation.path.endswith(ALL_OF_B[0]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), operation.path)
+
+    log = EventLog()
+    storage = LocalStorage(str(directory), SMALL, executor, log, RecordingFiles(gone))
+    attempt = await storage.begin(C, overwrite=True)
+    await attempt.abort()
+    told = [name for event in log.of(LeftoversRemoved) for name in event.files]
+    assert sorted(told) == ALL_OF_B[1:]
 
 
 def test_names_of_data_files_tell_save_rank_and_index() -> None:

@@ -139,6 +139,26 @@ def test_a_lock_that_cannot_be_had_is_none(
         files.close(fd)
 
 
+def test_a_lock_that_was_lost_keeps_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was away says so as it is taken off."""
+    (tmp_path / "file").touch()
+    files = PosixFiles()
+    fd = files.open(f"{tmp_path}/file", direct=False, writable=True)
+    assert files.lock(fd)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        files.close(fd)
+    assert fd not in _locked
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(fd)
+
+
 def test_a_lock_ends_though_something_else_has_the_file_open(tmp_path: Path) -> None:
     """A child that was made by other means than a fork of Python's, say."""
     path = tmp_path / "file"

@@ -394,6 +394,60 @@ async def test_of_two_that_lost_their_files_none_stays(tmp_path: Path, executor:
     assert not name.may_stand
 
 
+async def test_who_cannot_see_what_it_gave_a_name_back_to_undoes_that(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It may be a third one's manifest that it has taken away."""
+    directory = tmp_path / "c"
+    await begun(directory, executor, "exchange")
+
+    class Unreadable(OvertakenAgain):
+        def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+            if path.endswith(f"/.manifest-{B}") and len(self.kinds("exchange")) == 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().open(path, direct=direct, writable=writable)
+
+    with pytest.raises(StorageError, match="but it may stand"):
+        await write_files(
+            storage_at(directory, executor, Unreadable(directory)), B, NEW, overwrite=True
+        )
+    assert committed(directory) == OTHER
+
+
+async def test_what_was_kept_of_what_stays_goes(tmp_path: Path, executor: Executor) -> None:
+    """Where names are not exchanged, and the new one does not get its name."""
+    directory = tmp_path / "c"
+    await begun(directory, executor, "replace")
+    before = names_in(directory)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "replace":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    files = RecordingFiles(fail, has_exchange=False)
+    with pytest.raises(StorageError, match="cannot commit"):
+        await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    assert names_in(directory) == before
+    assert committed(directory) == OLD
+
+
+async def test_what_was_damaged_before_it_was_replaced_comes_back(tmp_path: Path) -> None:
+    """Where names are not exchanged, and what has replaced it may not stay: it has all it had."""
+    (tmp_path / "manifest.json").write_bytes(b"damaged")
+    name = ManifestName(RecordingFiles(has_exchange=False), str(tmp_path), B, SMALL)
+    manifest = manifest_of(B, {})
+    with open(name.new, "wb") as file:
+        file.write(manifest)
+
+    def fail() -> None:
+        raise OSError(errno.EBUSY, "its files are gone")
+
+    with pytest.raises(OSError, match="its files are gone"):
+        name.give(manifest, overwrite=True, look=fail)
+    assert (tmp_path / "manifest.json").read_bytes() == b"damaged"
+    assert not name.may_stand
+
+
 async def test_what_goes_as_it_is_replaced_need_not_be_kept(
     tmp_path: Path, executor: Executor
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import fcntl
 import os
 import uuid
 from typing import TYPE_CHECKING
@@ -342,6 +344,90 @@ async def test_what_cannot_be_opened_now_is_not_made_anew(
     assert caught.value.errno == errno.EMFILE
     await attempt.leave()
     assert (tmp_path / "c" / name).read_bytes() == data
+
+
+async def test_a_note_that_cannot_be_read_is_there_to_be_taken(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever failed to read it does not hold it."""
+    storage = local(tmp_path, executor)
+    await save_with_note(storage, A)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        with pytest.raises(StorageError, match="cannot read a note"):
+            await storage.take_note(A)
+    note = await storage.take_note(A)
+    assert note is not None
+    await note.release()
+
+
+async def test_a_note_whose_taking_is_cancelled_is_there_to_be_taken(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The thread has it by then, and nobody would let go of it."""
+    await save_with_note(local(tmp_path, executor), A)
+    loop = asyncio.get_running_loop()
+
+    def cancel(operation: Operation) -> None:
+        if operation.kind == "lock":
+            loop.call_soon_threadsafe(taking.cancel)
+
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(cancel))
+    taking = loop.create_task(storage.take_note(A))
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    note = await local(tmp_path, executor).take_note(A)
+    assert note is not None
+    await note.release()
+
+
+async def test_a_note_on_a_server_is_held_by_one(tmp_path: Path, executor: Executor) -> None:
+    """It locks no file that is only read."""
+
+    class ServerLocks(RecordingFiles):
+        def lock(self, fd: int) -> bool:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            return super().lock(fd)
+
+    await save_with_note(local(tmp_path, executor), A)
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), ServerLocks())
+    note = await storage.take_note(A)
+    assert note is not None
+    assert await storage.take_note(A) is None
+    await note.release()
+
+
+async def test_a_note_is_let_go_of_once(tmp_path: Path, executor: Executor) -> None:
+    """The number of its file may be another's by then."""
+    await save_with_note(local(tmp_path, executor), A)
+    files = RecordingFiles()
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    note = await storage.take_note(A)
+    assert note is not None
+    for _ in range(2):
+        await note.release()
+    assert len(files.kinds("close")) == 1
+
+
+async def test_a_note_that_is_dropped_as_it_is_taken_is_none(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Its copy is committed: to make it once more would be for nothing."""
+    await save_with_note(local(tmp_path, executor), A)
+
+    def drop(operation: Operation) -> None:
+        if operation.kind == "lock":
+            os.unlink(operation.path)
+
+    files = RecordingFiles(drop)
+    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    assert await storage.take_note(A) is None
+    assert files.num_open == 0
 
 
 @pytest.mark.parametrize("why", ["full", "taken"])

@@ -688,6 +688,22 @@ async def test_a_sweep_that_is_refused_is_an_event(tmp_path: Path, threads: Thre
 
 
 @pytest.mark.usefixtures("no_collections")
+async def test_where_direct_io_is_refused_things_go_as_they_do_elsewhere(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """No lock's file is opened for it, nor the one that says what time it is."""
+    log, files = EventLog(), RecordingFiles(refuse_direct="open")
+    root = root_at(tmp_path, threads, files, log)
+    await write(tmp_path / "a", threads)
+    await root.remove("a")
+    await begin(tmp_path / "b", threads)
+    (tmp_path / "b" / f".attempt-{SAVE_IDS[1]}").write_bytes(b"another boot")
+    age(tmp_path / "b")
+    await root.sweep("b", 100)
+    assert names_in(tmp_path) == []
+    assert not log.of(CleanupFailed)
+
+
 async def test_why_manifests_cannot_be_read_is_let_go_of(tmp_path: Path, threads: Threads) -> None:
     """Without a collection of garbage: the same step is read again after each commit."""
     (tmp_path / "odd" / "manifest.json").mkdir(parents=True)

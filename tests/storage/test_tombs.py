@@ -23,7 +23,7 @@ from ckptio.storage.files import NoExclusiveNames
 from ckptio.storage.leftovers import boot_id, is_whole, read_summary
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
-from ckptio.storage.tombs import put_back, put_back_mistakes, tombs_in
+from ckptio.storage.tombs import forget_mistakes, put_back, put_back_mistakes, tombs_in
 from ckptio.testing import Crash, EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
@@ -515,17 +515,103 @@ def test_what_a_removal_left_that_is_no_checkpoint_goes_if_it_can_be_read(
 
     elsewhere(work)
     assert names_in(path) == [tomb] * (kind == "damaged") + [file]
-    assert [event.file for event in log.of(CleanupFailed)] == [tomb] * (kind == "damaged")
+    told = [(event.file, getattr(event.error, "errno", None)) for event in log.of(CleanupFailed)]
+    assert told == [(tomb, errno.EBADMSG)] * (kind == "damaged")
 
 
-def test_what_is_put_back_beside_a_newer_one_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_what_is_put_back_beside_a_newer_one_is_none(tmp_path: Path, mount: str) -> None:
     """It was committed since somebody looked: that one stands."""
     path, tomb = tmp_path / "c", tomb_name(A)
     save(path, B)
     (path / tomb).write_bytes(manifest_of(C, {}))
-    put_back(RecordingFiles(), str(path), tomb)
+    put_back(MOUNTS[mount](None), str(path), tomb)
     assert committed(path) == NEW
     assert tombs_in(str(path)) == []
+
+
+def test_of_two_that_were_taken_by_mistake_a_sweep_loses_none(tmp_path: Path) -> None:
+    """One is put back, and the other stays beside it until that one has gone."""
+    path, told = tmp_path / "c", list[str]()
+    for save_id in (B, C):
+        save(tmp_path / save_id, save_id)
+    path.mkdir()
+    for save_id in (B, C):
+        for name in CONTENTS[save_id]:
+            (tmp_path / save_id / name).rename(path / name)
+        (tmp_path / save_id / "manifest.json").rename(path / tomb_name(A))
+    sweep(path)
+    found = [committed(path)]
+    remove(path, B if found == [NEW] else C, told)
+    sweep(path)
+    found.append(committed(path))
+    assert told == ["removed"]
+    assert found in ([NEW, CONTENTS[C]], [CONTENTS[C], NEW])
+
+
+def test_what_a_killed_removal_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    """Its manifest lies under a name of its own: no checkpoint, though it is whole."""
+    path = tmp_path / "c"
+    save(path, A)
+    (path / "manifest.json").rename(path / tomb_name(A))
+    save(path, B)
+    assert names_in(path) == sorted(["manifest.json", *NEW])
+
+
+def test_what_another_removal_of_the_same_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    """Where there are no locks both are at it; the other finds in it which files go."""
+    path = tmp_path / "c"
+    save(path, A)
+    commit = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").rename(path / tomb_name(A))
+    (path / tomb_name(B)).write_bytes(commit)
+    forget_mistakes(RecordingFiles(), str(path), A, commit)
+    assert tombs_in(str(path)) == tombs_in(str(path), A)
+    assert len(tombs_in(str(path))) == 1
+
+
+def test_what_was_made_again_keeps_its_files_as_an_earlier_removal_goes_on(tmp_path: Path) -> None:
+    """Committed just before the sweep had the lock, under the id of what had been removed."""
+    path = tmp_path / "c"
+    save(path, A)
+    commit = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").rename(path / tomb_name(A))
+
+    def interrupt(operation: Operation) -> None:
+        if "/.attempt-" in operation.path and not (path / "manifest.json").exists():
+            (path / "manifest.json").write_bytes(commit)
+
+    files = RecordingFiles(interrupt)
+    elsewhere(lambda threads: asyncio.run(root_of(path, threads, files).sweep(path.name, 3600)))
+    assert committed(path) == OLD
+    assert names_in(path) == sorted(["manifest.json", *OLD])
+
+
+def test_a_removal_leaves_files_that_are_of_another_save(tmp_path: Path) -> None:
+    """A manifest that names them has not made them."""
+    path, told = tmp_path / "c", list[str]()
+    path.mkdir()
+    for name, data in (OLD | NEW).items():
+        (path / name).write_bytes(data)
+    (path / "manifest.json").write_bytes(manifest_of(A, OLD | NEW))
+    remove(path, A, told)
+    assert told == ["removed"]
+    assert names_in(path) == sorted(NEW)
+
+
+def test_a_removal_lists_what_it_could_not_remove(tmp_path: Path) -> None:
+    """What it has taken stays as long as a file does: whoever goes on finds it there."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "unlink" and operation.path.endswith(next(iter(OLD))):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), operation.path)
+
+    remove(path, A, told, RecordingFiles(fail))
+    assert told == ["removed"]
+    assert names_in(path) == sorted([*tombs_in(str(path), A), next(iter(OLD))])
+    assert len(names_in(path)) == 2
 
 
 def test_what_was_taken_by_mistake_stays_beside_the_one_that_stands(tmp_path: Path) -> None:
