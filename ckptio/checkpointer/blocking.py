@@ -316,9 +316,8 @@ class _NewSteps(Iterator[int]):
             began_s = time.monotonic()
             try:
                 time.sleep(pause_s)
-            except BaseException:  # an interrupt, or what a handler of signals raises
-                following.cut_off(time.monotonic() - began_s)
-                raise
+            finally:
+                following.paused(time.monotonic() - began_s)
             look = core.asking(functools.partial(core.questions.new, following))
             try:
                 found = core.engine.call_blocking(look, "look for new steps")

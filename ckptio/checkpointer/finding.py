@@ -142,9 +142,8 @@ class _NewSteps(AsyncIterator[int]):
             began_s = loop.time()
             try:
                 await asyncio.sleep(pause_s)
-            except asyncio.CancelledError:
-                following.cut_off(loop.time() - began_s)
-                raise
+            finally:
+                following.paused(loop.time() - began_s)
             look = core.asking(functools.partial(core.questions.new, following))
             try:
                 found = await core.engine.call(look, "look for new steps")

@@ -108,8 +108,12 @@ class Following:
             self.pause_s = min(self._poll_s, self._left_s) or None
             self._left_s -= self.pause_s or 0.0
 
-    def cut_off(self, slept_s: float) -> None:
-        """Take note of a pause that ended early: the next one is what was left of it."""
+    def paused(self, slept_s: float) -> None:
+        """Take note of a pause, or a part of one: what is left of it is what is waited for next.
+
+        So a look comes however soon callers give up, and one that was cancelled is made again
+        without a pause.
+        """
         self.pause_s = max(0.0, (self.pause_s or 0.0) - slept_s)
 
     def failed(self) -> None:

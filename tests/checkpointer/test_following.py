@@ -18,7 +18,7 @@ from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
     from pathlib import Path
 
     from ckptio import Engine
@@ -34,6 +34,19 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
         run_virtual(test(**fixtures), seed=0)
 
     return run
+
+
+def as_manifests_are_read(
+    monkeypatch: pytest.MonkeyPatch, look: Callable[[Sequence[str]], Awaitable[Any]]
+) -> None:
+    """Have something happen before manifests are read, by name; what it returns is the answer."""
+    real = LocalRoot.read_manifests
+
+    async def read(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+        answer = await look(names)
+        return await real(self, names, *args, **options) if answer is None else answer
+
+    monkeypatch.setattr(LocalRoot, "read_manifests", read)
 
 
 async def save_steps(root: Path, *steps: int) -> None:
@@ -170,13 +183,11 @@ async def test_of_a_step_that_did_not_change_no_manifest_is_read(
     """Manifests of large states have megabytes."""
     await save_steps(tmp_path, 1)
     read: list[list[str]] = []
-    real = LocalRoot.read_manifests
 
-    async def counting(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+    async def count(names: Sequence[str]) -> None:
         read.append([*names])
-        return await real(self, names, *args, **options)
 
-    monkeypatch.setattr(LocalRoot, "read_manifests", counting)
+    as_manifests_are_read(monkeypatch, count)
     async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
         assert await all_of(ckpt.follow(poll_s=1.0, timeout_s=10.0)) == [1]
     assert read == [[step_name(1)]]
@@ -200,13 +211,12 @@ async def test_a_step_that_goes_between_two_looks_is_none(
 ) -> None:
     """Listed, and removed before its manifest is read."""
     await save_steps(tmp_path, 1)
-    real = LocalRoot.read_manifests
 
-    async def gone(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
-        shutil.rmtree(tmp_path / step_name(1))
-        return await real(self, names, *args, **options)
+    async def remove(names: Sequence[str]) -> None:
+        for name in names:
+            shutil.rmtree(tmp_path / name)
 
-    monkeypatch.setattr(LocalRoot, "read_manifests", gone)
+    as_manifests_are_read(monkeypatch, remove)
     async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
         assert await all_of(ckpt.follow(timeout_s=30.0)) == []
 
@@ -217,18 +227,16 @@ async def test_it_goes_on_after_an_error_and_after_a_cancellation(
 ) -> None:
     """What a look found that was cancelled is found again; nothing is passed over for an error."""
     await save_steps(tmp_path, 1)
-    real = LocalRoot.read_manifests
     faults: list[StorageError | float] = [StorageError("no", path="p"), 60.0]
 
-    async def faulty(self: LocalRoot, names: Any, *args: Any, **options: Any) -> Any:
+    async def fail(_: Sequence[str]) -> list[StorageError] | None:
         fault = faults.pop(0) if faults else 0.0
         if isinstance(fault, StorageError):
             return [fault]
-        answer = await real(self, names, *args, **options)
         await asyncio.sleep(fault)
-        return answer
+        return None
 
-    monkeypatch.setattr(LocalRoot, "read_manifests", faulty)
+    as_manifests_are_read(monkeypatch, fail)
     async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
         steps = ckpt.follow(timeout_s=30.0)
         with pytest.raises(StorageError, match="no"):
@@ -260,6 +268,28 @@ async def test_it_looks_however_soon_its_caller_gives_up(tmp_path: Path) -> None
         assert await in_turns() is None
         assert loop.time() - started == pytest.approx(40.0, abs=1.0)
         await late
+
+
+@in_virtual_time
+async def test_a_look_that_its_caller_cuts_off_is_made_again_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody who waits for less than a pause and a look would ever hear of a step."""
+    await save_steps(tmp_path, 1)
+
+    async def take_long(_: Sequence[str]) -> None:
+        await asyncio.sleep(4.0)
+
+    as_manifests_are_read(monkeypatch, take_long)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps = ckpt.follow(poll_s=9.0)
+        assert await anext(steps) == 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(steps), 6.0)
+        await ckpt.save({}, 2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(steps), 6.0)  # 3 s of the pause were left
+        assert await asyncio.wait_for(anext(steps), 6.0) == 2
 
 
 @in_virtual_time

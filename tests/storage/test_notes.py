@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import uuid
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from tests.rig import (
     page_aligned,
     write_files,
 )
+from tests.storage.test_leftovers import ServerLocks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -387,13 +387,6 @@ async def test_a_note_whose_taking_is_cancelled_is_there_to_be_taken(
 
 async def test_a_note_on_a_server_is_held_by_one(tmp_path: Path, executor: Executor) -> None:
     """It locks no file that is only read."""
-
-    class ServerLocks(RecordingFiles):
-        def lock(self, fd: int) -> bool:
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            return super().lock(fd)
-
     await save_with_note(local(tmp_path, executor), A)
     storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), ServerLocks())
     note = await storage.take_note(A)
