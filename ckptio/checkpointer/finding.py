@@ -70,7 +70,7 @@ class Finding:
         Args:
             after: Pass over the newest step at first, if it is not above this one.
             poll_s: Seconds between two looks. In an object store, each is three requests (with
-                `then=`, one or two more there), and one more for each thousand steps.
+                `then=`, two or three more there), and one more for each thousand steps.
             timeout_s: End after so many seconds without a new step, the time for the looks
                 themselves not counted; by default, never.
 
