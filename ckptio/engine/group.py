@@ -138,6 +138,8 @@ async def read_together(
     context: EngineContext,
     course: Course,
     unclaimed: MismatchError | None,
+    *,
+    is_strict: bool,
 ) -> int:
     """Read, verify and land what this rank wants, and help the others.
 
@@ -147,7 +149,8 @@ async def read_together(
         context: The engine.
         course: How far the load has come.
         unclaimed: Raised, of those names alone, if no rank has names in its target that this
-            one lacks.
+            one lacks, and one of them is strict.
+        is_strict: Whether this one is.
 
     Returns:
         Bytes that came to this rank, read or passed on.
@@ -157,7 +160,8 @@ async def read_together(
         RankError: It failed on some rank.
         PeerLostError: A rank was lost.
     """
-    meeting = _Meeting(reading, context, () if unclaimed is None else unclaimed.unexpected)
+    lacked = () if unclaimed is None else unclaimed.unexpected
+    meeting = _Meeting(reading, context, lacked, is_strict=is_strict)
     course.next_session = ""
     # links are left when all ranks are through: the session ends first
     async with (
@@ -228,10 +232,13 @@ async def _pass_on(
 class _Meeting:
     """What ranks tell each other before they read."""
 
-    def __init__(self, reading: Reading, context: EngineContext, unclaimed: Sequence[str]) -> None:
+    def __init__(
+        self, reading: Reading, context: EngineContext, unclaimed: Sequence[str], *, is_strict: bool
+    ) -> None:
         self._reading = reading
         self._context = context
         self._unclaimed = unclaimed
+        self._is_strict = is_strict
 
     def wish(self, wanted: Sequence[Wanted]) -> Json:
         """Say what this rank wants. Blocks."""
@@ -244,6 +251,7 @@ class _Meeting:
             "exchange": config.exchange,
             "slab_nbytes": config.slab_nbytes,
             "unclaimed": [_short(name) for name in self._unclaimed],
+            "is_strict": self._is_strict,
         }
 
     async def is_cached(self, wanted: Sequence[Wanted]) -> bool:
@@ -258,7 +266,8 @@ class _Meeting:
 
     async def decide(self, messages: Sequence[Json]) -> Sequence[Json] | Same:
         """Plan who reads what for whom, on rank 0; or let each rank read for itself."""
-        if lacking := set.intersection(*(set(message["unclaimed"]) for message in messages)):
+        lacking = set.intersection(*(set(message["unclaimed"]) for message in messages))
+        if lacking and any(message["is_strict"] for message in messages):
             return Same({"link": None, "unclaimed": sorted(lacking)})
         ways = {message["exchange"] for message in messages}
         if len(ways) > 1:

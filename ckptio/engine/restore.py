@@ -245,8 +245,10 @@ def _disagreement(
     Raises:
         MismatchError: The target does not fit, whatever other ranks have.
     """
-    if request.strict != "raise" or match.agrees:
+    if match.agrees:
         return None
+    if request.strict != "raise":  # another rank may be strict about what no target has
+        return MismatchError(path, (), match.unexpected, ())
     hint = hint_for(match, request.into, manifest, request.rank)
     error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     if not (match.missing or match.mismatched or request.num_ranks == 1):

@@ -138,7 +138,8 @@ def _read(
     if manifest is None:
         manifest = yield lambda context: fetch_manifest(storage, context, course)
     load = yield from _prepare(core, storage, manifest, request)
-    nbytes: int = yield lambda context: load.read(context, course)
+    is_strict = request.strict == "raise"
+    nbytes: int = yield lambda context: load.read(context, course, is_strict=is_strict)
     return load, nbytes
 
 
@@ -160,13 +161,14 @@ class _Load:
     wanted: Sequence[Wanted]
     whole_files: bool
 
-    async def read(self, context: EngineContext, course: Course) -> int:
+    async def read(self, context: EngineContext, course: Course, *, is_strict: bool) -> int:
         """Read, alone or with the other ranks; gives the bytes that came."""
         reading, wanted = self.reading, self.wanted
         try:
             if context.ranks.world_size > 1:
+                unclaimed = self.restoration.unclaimed
                 return await read_together(
-                    reading, wanted, context, course, self.restoration.unclaimed
+                    reading, wanted, context, course, unclaimed, is_strict=is_strict
                 )
             return await plan_and_read(reading, wanted, context, whole_files=self.whole_files)
         except BaseException:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from ckptio import CheckpointConfig, Engine
+    from ckptio.engine.asked import Strict
     from ckptio.engine.context import EngineContext
     from ckptio.exchange.link import BulkLink
 
@@ -101,6 +102,37 @@ def test_a_rank_of_a_pipeline_is_refused_what_the_checkpoint_does_not_have() -> 
             assert isinstance(error, MismatchError)
             assert error.mismatched
             await load_states(ranks, stages)
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("strict", ["ignore", "raise"])
+def test_a_strict_rank_hears_of_what_no_target_has_whatever_others_ignore(strict: Strict) -> None:
+    """Also what a lenient rank lacks is looked at; if all are lenient, nothing is refused."""
+
+    async def scenario() -> None:
+        state = {name: torch.ones(8) for name in ("first", "second", "lost")}
+        async with job(2) as ranks:
+            await save_states(ranks, [state, state])
+
+            async def body(rank: int, engine: Engine) -> None:
+                target = blank_of({("second" if rank else "first"): torch.ones(8)})
+                await engine.load("memory", into=target, strict=strict if rank else "ignore")
+                assert_equal(target, {("second" if rank else "first"): torch.ones(8)})
+
+            for end in await ranks.each(body):
+                if strict == "ignore":
+                    assert end is None
+                    continue
+                assert isinstance(end, MismatchError)
+                assert end.unexpected == ("lost",)
+
+            async def whole(rank: int, engine: Engine) -> None:
+                target = blank_of(state if not rank else {"first": torch.ones(8)})
+                await engine.load("memory", into=target, strict=strict if rank else "ignore")
+                assert_equal(target, {name: state[name] for name in target})
+
+            await ranks.all(whole)  # what the strict one lacks, the other has
 
     run_virtual(scenario(), seed=0)
 
