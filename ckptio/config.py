@@ -10,7 +10,6 @@ comes near.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -41,6 +40,9 @@ _CHOICES = {
 _ENV_PREFIX = "CKPTIO_"
 _MIN_FOR_RESERVE = 8
 _LOCAL_REPLICA_NBYTES = 1 * MiB
+_END = 1 << 63
+#: The longest time that can be asked for: libraries' clocks have an end. 31 years, in seconds.
+MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +159,12 @@ class CheckpointConfig:
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, int) and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field.name} must be a positive int, not {shown(value)}")
+            if isinstance(field.default, int) and not (type(value) is int and 0 < value < _END):
+                raise ConfigError(
+                    f"{field.name} must be a positive int below 2**63, not {shown(value)}"
+                )
             if isinstance(field.default, float) and not _is_seconds(value, field.default):
-                kind = "a positive number" if field.default else "a positive number or 0"
+                kind = f"a positive number{'' if field.default else ' or 0'}, at most {MAX_S:.0e}"
                 raise ConfigError(f"{field.name} must be {kind}, not {shown(value)}")
         self._check_sizes()
         for name, allowed in _CHOICES.items():
@@ -254,7 +258,7 @@ def _is_seconds(value: object, default: float) -> bool:
     """Whether a value is a time; 0 is one where the option's default is 0."""
     if type(value) not in {int, float}:
         return False
-    return 0 < cast("float", value) < math.inf or value == default
+    return 0 < cast("float", value) <= MAX_S or value == default
 
 
 def require_bool(name: str, value: object) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence  # noqa: TC003
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ckptio.config import MAX_S
 from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -273,5 +274,7 @@ def require_seconds(owner: str, value: object) -> None:
     Raises:
         ConfigError: It is none.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{owner} takes a positive number of seconds, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_S:
+        raise ConfigError(
+            f"{owner} takes a positive number of seconds, at most {MAX_S:.0e}, not {shown(value)}"
+        )

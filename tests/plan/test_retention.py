@@ -207,6 +207,7 @@ def test_a_union_keeps_what_either_keeps(
         lambda: KeepBest(1, "loss", np.array(["min", "max"])),  # type: ignore[arg-type]  # refused
         lambda: SaveEvery(steps=0),
         lambda: SaveEvery(seconds=math.nan),
+        lambda: SaveEvery(seconds=10**400),
         lambda: SaveEvery(steps=1.5),  # type: ignore[arg-type]  # refused
     ],
 )
