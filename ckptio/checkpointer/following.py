@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.checkpointer.steps import step_name
+from ckptio.checkpointer.steps import is_step, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import require_seconds
@@ -161,7 +161,7 @@ async def _save_of(step: int, keeper: Keeper, known: _Save | None) -> _Save | No
         StorageError: It cannot be told.
     """
     name = step_name(step)
-    versions = [item.version for item in await keeper.root.look([name])]
+    versions = [item.version for item in await keeper.root.look([name], is_step)]
     if versions in ([], [None]):
         return None
     if known is not None and [known.version] == versions:

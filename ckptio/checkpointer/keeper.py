@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import GRACE_S, run_blocking, shielded
-from ckptio.checkpointer.steps import parse_name, record_of, step_name
+from ckptio.checkpointer.steps import is_step, parse_name, record_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
@@ -95,7 +95,7 @@ class Keeper:
         Raises:
             StorageError: It cannot be listed.
         """
-        return await self.root.find(_is_step, aside=aside)
+        return await self.root.find(is_step, aside=aside)
 
     async def listed(self) -> set[int]:
         """List what has the name of a step, committed or not; looks at none.
@@ -103,7 +103,7 @@ class Keeper:
         Raises:
             StorageError: It cannot be listed.
         """
-        return {*_steps_of(await self.root.names(_is_step))}
+        return {*_steps_of(await self.root.names(is_step))}
 
     async def steps(self, *, above: int = -1) -> list[int]:
         """List the committed steps, lowest first.
@@ -184,7 +184,7 @@ class Keeper:
         known = [step for step, is_committed in listed.items() if is_committed]
         unknown = [step_name(step) for step, told in listed.items() if told is None]
         if unknown:
-            looked = await self.root.look(unknown, _is_step)
+            looked = await self.root.look(unknown, is_step)
             known += _steps_of(item.name for item in looked if item.version is not None)
         return sorted(known)
 
@@ -343,11 +343,6 @@ class Keeper:
                 await self.root.sweep(item.name, quiet_s)
             except StorageError as error:
                 self._emit(CleanupFailed(path=self.root.join(item.name), file="", error=error))
-
-
-def _is_step(name: str) -> bool:
-    """Whether something is called as a step is."""
-    return parse_name(name) is not None
 
 
 def _record_of(name: str, manifest: bytes) -> tuple[StepRecord, int]:

@@ -47,6 +47,11 @@ def parse_name(name: str) -> int | None:
     return step if step <= MAX_STEP else None
 
 
+def is_step(name: str) -> bool:
+    """Whether something is called as a step is."""
+    return parse_name(name) is not None
+
+
 def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Write metrics so that JSON carries them: what is not finite as text.
 

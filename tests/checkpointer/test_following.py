@@ -319,6 +319,18 @@ async def test_a_look_that_fails_is_not_made_again_at_once(
 
 
 @in_virtual_time
+async def test_a_step_that_is_a_link_to_a_directory_beside_it_is_given(tmp_path: Path) -> None:
+    """As one that somebody keeps under a name of his own; a link to another step is none."""
+    await save_steps(tmp_path, 1, 2)
+    (tmp_path / step_name(2)).rename(tmp_path / "kept")
+    (tmp_path / step_name(2)).symlink_to("kept")
+    (tmp_path / step_name(3)).symlink_to(step_name(1))
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        assert await ckpt.latest() == 2
+        assert await all_of(ckpt.follow(timeout_s=30.0)) == [2]
+
+
+@in_virtual_time
 async def test_both_tiers_are_looked_at(tmp_path: Path) -> None:
     """A step that goes from the first tier is no new one, since the second has the same save."""
     first, second = tmp_path / "first", tmp_path / "second"
