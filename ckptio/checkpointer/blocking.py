@@ -15,7 +15,7 @@ from ckptio.checkpointer.following import Following
 from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.errors import CheckpointError, ConfigError
+from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.drive import drive_blocking
@@ -321,8 +321,8 @@ class _NewSteps(Iterator[int]):
             look = core.asking(functools.partial(core.questions.new, following))
             try:
                 found = core.engine.call_blocking(look, "look for new steps")
-            except CheckpointError:
-                following.failed()
+            except BaseException as error:
+                following.broke_off(error, is_alone=core.ending.is_alone)
                 raise
             for step in following.take(found):
                 return step

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.following import Following
 from ckptio.checkpointer.steps import step_name
-from ckptio.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ckptio.checkpointer.core import CheckpointerCore
@@ -147,8 +146,8 @@ class _NewSteps(AsyncIterator[int]):
             look = core.asking(functools.partial(core.questions.new, following))
             try:
                 found = await core.engine.call(look, "look for new steps")
-            except CheckpointError:
-                following.failed()
+            except BaseException as error:
+                following.broke_off(error, is_alone=core.ending.is_alone)
                 raise
             for step in following.take(found):
                 return step

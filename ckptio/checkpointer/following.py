@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.checkpointer.steps import is_step, step_name
-from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
+from ckptio.errors import CheckpointError, CheckpointNotFoundError, FormatError, StorageError
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import require_seconds
 
@@ -116,9 +116,18 @@ class Following:
         """
         self.pause_s = max(0.0, (self.pause_s or 0.0) - slept_s)
 
-    def failed(self) -> None:
-        """Take note of a look that failed, and was told of: the next one comes after a pause."""
-        self._count(())
+    def broke_off(self, error: BaseException, *, is_alone: bool) -> None:
+        """Take note of a look that broke off. One that failed is made again after a pause.
+
+        One that was cut off by its caller is made again at once, unless there are other ranks: to
+        those it is one that failed, and all are to end at the same look.
+
+        Args:
+            error: What it broke off with.
+            is_alone: Whether there is one rank.
+        """
+        if isinstance(error, CheckpointError) or not is_alone:
+            self._count(())
 
     async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
         """Give the newest step if a tier has a save of it that was not seen before. On rank 0.

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio import Checkpointer, ConfigError, EngineClosedError, FormatError, StorageError, sync
+from ckptio import (
+    Checkpointer,
+    ConfigError,
+    EngineClosedError,
+    FormatError,
+    RankError,
+    StorageError,
+    sync,
+)
 from ckptio.checkpointer.steps import step_name
+from ckptio.runtime.core import EngineCore
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
@@ -406,6 +415,32 @@ async def test_all_ranks_are_given_the_same(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+@pytest.mark.parametrize("gives_up", [0, 1])
+async def test_ranks_end_alike_where_one_gave_up_a_look(
+    gives_up: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the others it failed, and counts. Else one asks for a step when the others do not."""
+    real = LocalRoot.names
+
+    async def take_long(self: LocalRoot, *args: Any) -> list[str]:
+        await asyncio.sleep(5.0)
+        return await real(self, *args)
+
+    async def body(rank: int, engine: Engine) -> int | None:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            steps = ckpt.follow(poll_s=10.0, timeout_s=30.0)
+            with pytest.raises(TimeoutError if rank == gives_up else RankError):
+                async with asyncio.timeout(2.0 if rank == gives_up else None):
+                    await anext(steps)
+            assert await all_of(steps) == []
+            return await ckpt.latest()
+
+    monkeypatch.setattr(LocalRoot, "names", take_long)
+    async with engines(2) as job:
+        assert await on_each(job, body) == [None, None]
+
+
+@in_virtual_time
 async def test_ranks_that_follow_otherwise_are_told(tmp_path: Path) -> None:
     async def body(rank: int, engine: Engine) -> None:
         async with checkpointer_on(engine, tmp_path) as ckpt:
@@ -480,3 +515,25 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.Mon
         assert list(steps) == []
         assert list(steps) == []
     assert clock.pauses == [0.0, 10.0, 6.0, 0.0, 10.0, 10.0, 5.0]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_the_blocking_twin_counts_a_look_that_was_interrupted_if_there_are_other_ranks(
+    is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed there."""
+    clock, real = Clock(), EngineCore.call_blocking
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(EngineCore, "call_blocking", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptio.checkpointer.blocking.time", clock)
+    with sync.Checkpointer(tmp_path, config=SMALL) as run:
+        run._core.ending.is_alone = is_alone
+        steps = run.follow(poll_s=10.0, timeout_s=20.0)
+        monkeypatch.setattr(EngineCore, "call_blocking", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        assert list(steps) == []
+    assert clock.pauses == [0.0] * (2 if is_alone else 1) + [10.0, 10.0]
