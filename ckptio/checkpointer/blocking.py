@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, SupportsFloat, overload
@@ -311,6 +312,14 @@ class _NewSteps(Iterator[int]):
         self._following = following
 
     def __next__(self) -> int:
+        with self._following.asked_by(threading.get_ident()):
+            step = self._next()
+        if step is None:
+            raise StopIteration
+        return step
+
+    def _next(self) -> int | None:
+        """Wait for the next step; `None` at the end."""
         core, following = self._core, self._following
         while (pause_s := following.pause_s) is not None:
             began_s = time.monotonic()
@@ -326,7 +335,7 @@ class _NewSteps(Iterator[int]):
                 raise
             for step in following.take(found):
                 return step
-        raise StopIteration
+        return None
 
 
 def _wait_ended(runs: Iterable[Running[None]]) -> None:

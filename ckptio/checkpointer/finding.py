@@ -74,7 +74,8 @@ class Finding:
                 themselves not counted; by default, never.
 
         Raises:
-            ConfigError: An argument is wrong.
+            ConfigError: An argument is wrong; or, where the next step is asked for, another task
+                waits for it.
             StorageError, EngineClosedError: As in `steps`, where the next step is asked for.
         """
         return _NewSteps(self._core, Following(after, poll_s, timeout_s))
@@ -136,6 +137,14 @@ class _NewSteps(AsyncIterator[int]):
         self._following = following
 
     async def __anext__(self) -> int:
+        with self._following.asked_by(id(asyncio.current_task())):
+            step = await self._next()
+        if step is None:
+            raise StopAsyncIteration
+        return step
+
+    async def _next(self) -> int | None:
+        """Wait for the next step; `None` at the end."""
         core, following, loop = self._core, self._following, asyncio.get_running_loop()
         while (pause_s := following.pause_s) is not None:
             began_s = loop.time()
@@ -151,4 +160,4 @@ class _NewSteps(AsyncIterator[int]):
                 raise
             for step in following.take(found):
                 return step
-        raise StopAsyncIteration
+        return None

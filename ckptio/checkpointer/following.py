@@ -6,15 +6,22 @@ step 900 once more, and that is another one. Nothing is held between two looks.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.checkpointer.steps import is_step, step_name
-from ckptio.errors import CheckpointError, CheckpointNotFoundError, FormatError, StorageError
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatError,
+    StorageError,
+)
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import require_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
 
@@ -82,9 +89,31 @@ class Following:
         self._poll_s = poll_s
         self._timeout_s = timeout_s
         self._left_s = timeout_s
+        self._asker: int | None = None  # who waits for the next step
         self._seen: set[tuple[int, str]] = set()
         self._last: _Look | None = None
         self._looked: _Look | None = None  # the look that was not told of yet
+
+    @contextlib.contextmanager
+    def asked_by(self, who: int) -> Iterator[None]:
+        """Let one at a time ask for the next step: two would count their pauses, and looks, as one.
+
+        Args:
+            who: Identifies a task or a thread. The same one may ask again, as a signal's handler.
+
+        Raises:
+            ConfigError: Another one asks.
+        """
+        if self._asker not in (None, who):
+            raise ConfigError(
+                "another task or thread waits for the next step of this follow(): give each a"
+                " follow() of its own, or have one hand steps to the others"
+            )
+        before, self._asker = self._asker, who
+        try:
+            yield
+        finally:
+            self._asker = before
 
     def take(self, found: Sequence[int]) -> Sequence[int]:
         """Take note of what all ranks were told, and say when to look again; gives it.

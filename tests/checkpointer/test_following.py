@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -340,6 +341,23 @@ async def test_a_step_that_is_a_link_to_a_directory_beside_it_is_given(tmp_path:
 
 
 @in_virtual_time
+async def test_two_tasks_do_not_wait_for_the_next_step_of_one_loop(tmp_path: Path) -> None:
+    """Else it would end after half the time. Whoever waits goes on, and another may ask then."""
+    loop = asyncio.get_running_loop()
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        steps, started = ckpt.follow(poll_s=10.0, timeout_s=60.0), loop.time()
+        late = asyncio.create_task(save_later(ckpt, 1))
+        waits = asyncio.ensure_future(anext(steps))
+        await asyncio.sleep(1.0)
+        with pytest.raises(ConfigError, match="another task or thread waits for the next step"):
+            await anext(steps)
+        assert await waits == 1
+        assert await all_of(steps) == []
+        assert loop.time() - started == pytest.approx(70.0, abs=1.0)
+        await late
+
+
+@in_virtual_time
 async def test_both_tiers_are_looked_at(tmp_path: Path) -> None:
     """A step that goes from the first tier is no new one, since the second has the same save."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -517,9 +535,38 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     assert clock.pauses == [0.0, 10.0, 6.0, 0.0, 10.0, 10.0, 5.0]
 
 
+def test_two_threads_do_not_wait_for_the_next_step_of_one_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of a signal that came to the one that waits may ask."""
+    clock = Clock()
+    refused: list[str] = []
+    monkeypatch.setattr("ckptio.checkpointer.blocking.time", clock)
+    with sync.Checkpointer(tmp_path, config=SMALL) as run:
+        steps = run.follow(poll_s=10.0, timeout_s=20.0)
+
+        def ask_elsewhere() -> None:
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            clock.hooks.append(lambda: run.save({}, 1))
+            assert next(steps) == 1
+
+        def ask() -> None:
+            try:
+                next(steps, None)
+            except ConfigError as error:
+                refused.append(str(error))
+
+        clock.hooks.append(ask_elsewhere)
+        assert list(steps) == []
+    assert len(refused) == 1
+    assert "another task or thread waits for the next step" in refused[0]
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_the_blocking_twin_counts_a_look_that_was_interrupted_if_there_are_other_ranks(
-    is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    *, is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It failed there."""
     clock, real = Clock(), EngineCore.call_blocking
