@@ -64,7 +64,9 @@ class Finding:
         between, so that `break` ends it at any time. After an error, and after a cancellation of
         the wait for a step, what this gave goes on where it was if it is asked for the next step.
 
-        With several ranks, loop on all of them.
+        With several ranks, loop on all of them. An error is a `RankError` there, and goes on as
+        said. But a rank that gives up its wait alone may miss a step that others are given: have
+        `timeout_s` end them all.
 
         Args:
             after: Pass over the newest step at first, if it is not above this one.
@@ -77,6 +79,7 @@ class Finding:
             ConfigError: An argument is wrong; or, where the next step is asked for, another task
                 waits for it.
             StorageError, EngineClosedError: As in `steps`, where the next step is asked for.
+            RankError: That, where there are several ranks; or these ask for different things.
         """
         return _NewSteps(self._core, Following(after, poll_s, timeout_s))
 

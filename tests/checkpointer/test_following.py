@@ -459,6 +459,30 @@ async def test_ranks_end_alike_where_one_gave_up_a_look(
 
 
 @in_virtual_time
+async def test_ranks_go_on_alike_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are told of what rank 0 found."""
+    real = LocalRoot.names
+
+    async def away(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(LocalRoot, "names", real)
+        raise StorageError("no", path="p")
+
+    async def body(_: int, engine: Engine) -> list[int]:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            steps = ckpt.follow(poll_s=10.0, timeout_s=30.0)
+            with pytest.raises(RankError, match="StorageError"):
+                await anext(steps)
+            return await all_of(steps)
+
+    await save_steps(tmp_path, 1)
+    monkeypatch.setattr(LocalRoot, "names", away)
+    async with engines(2) as job:
+        assert await on_each(job, body) == [[1], [1]]
+
+
+@in_virtual_time
 async def test_ranks_that_follow_otherwise_are_told(tmp_path: Path) -> None:
     async def body(rank: int, engine: Engine) -> None:
         async with checkpointer_on(engine, tmp_path) as ckpt:
