@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import StorageError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.anew import found_anew
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.root_interface import Found
 
@@ -61,7 +62,7 @@ def list_entries(root: str, accepts: Callable[[str], bool] | None) -> list[os.Di
         StorageError: It cannot be listed.
     """
     try:
-        with os.scandir(root) as entries:
+        with found_anew(os.scandir, root) as entries:
             named = [entry for entry in entries if accepts is None or accepts(entry.name)]
     except FileNotFoundError:
         return []
@@ -107,7 +108,7 @@ def _version(root: str, name: str) -> tuple[int, ...] | None:
     """
     manifest = f"{root}/{name}/{MANIFEST_NAME}"
     try:
-        status = os.stat(manifest, follow_symlinks=False)
+        status = found_anew(_status, manifest)
     except _GONE:
         return None
     except OSError as error:
@@ -115,3 +116,7 @@ def _version(root: str, name: str) -> tuple[int, ...] | None:
             return None
         raise storage_error(error, manifest, "cannot stat the manifest") from error
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _status(path: str) -> os.stat_result:
+    return os.stat(path, follow_symlinks=False)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckptio.format.manifest import MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux, locks
+from ckptio.storage.anew import found_anew
 
 if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
@@ -273,7 +274,7 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
     Raises:
         OSError: It cannot be read, or is larger than the limit.
     """
-    fd = files.open(path, direct=False)
+    fd = found_anew(lambda path: files.open(path, direct=False), path)
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > limit_nbytes:

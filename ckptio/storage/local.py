@@ -21,6 +21,7 @@ from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, Forma
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
+from ckptio.storage.anew import found_anew
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX, numbered
@@ -120,16 +121,20 @@ class LocalStorage:
         return 0
 
     async def version(self) -> tuple[int, ...]:
-        """Stat the manifest; see `interface.Storage`."""
+        """Look at the manifest, opened: a stat may be what a client of NFS had kept of it."""
         return await run_blocking(self._executor, self._version)
 
     def _version(self) -> tuple[int, ...]:
         try:
-            return _version_of(os.stat(self._manifest, follow_symlinks=False))
+            fd = found_anew(self._open_file, self._manifest)
+            try:
+                return _version_of(os.fstat(fd))
+            finally:
+                self._files.close(fd)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFoundError(self._path) from None
         except OSError as error:
-            raise storage_error(error, self._manifest, "cannot stat the manifest") from error
+            raise storage_error(error, self._manifest, "cannot look at the manifest") from error
 
     async def read_manifest(self) -> tuple[tuple[int, ...], bytes]:
         """Read the manifest, and the stat of the very file that was read."""
@@ -186,7 +191,7 @@ class LocalStorage:
             async with aiofiles.open(
                 self._manifest,
                 "rb",
-                opener=lambda path, _: self._files.open(path, direct=False),
+                opener=lambda path, _: found_anew(self._open_file, path),
                 executor=self._executor,
             ) as file:
                 status = os.fstat(file.fileno())
@@ -200,6 +205,8 @@ class LocalStorage:
             hint = await run_blocking(self._executor, _hint, self._path)
             raise CheckpointNotFoundError(self._path, hint) from None
         except OSError as error:
+            if error.errno == errno.ESTALE:
+                raise CheckpointChangedError(self._path) from None
             raise storage_error(error, self._manifest, "cannot read the manifest") from error
 
     async def find_below(self) -> str:
@@ -215,9 +222,9 @@ class LocalStorage:
 
     def _size(self, name: str) -> int | None:
         try:
-            fd = self._files.open(self._join(name), direct=False)
+            fd = found_anew(self._open_file, self._join(name))
         except OSError as error:
-            if error.errno in (errno.ENOENT, *NO_FILE):
+            if error.errno in (errno.ENOENT, errno.ESTALE, *NO_FILE):
                 return None
             raise storage_error(error, self._join(name), "cannot open a data file") from error
         try:
@@ -226,6 +233,8 @@ class LocalStorage:
             finally:
                 self._files.close(fd)
         except OSError as error:  # a server's
+            if error.errno == errno.ESTALE:
+                return None
             raise storage_error(error, self._join(name), "cannot look at a data file") from error
 
     async def open(self, name: str, nbytes: int) -> BlockReader:
@@ -248,9 +257,9 @@ class LocalStorage:
         direct = self._config.direct_io == "auto"
         try:
             return BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct)
-        except FileNotFoundError:
-            raise CheckpointChangedError(self._path) from None
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                raise CheckpointChangedError(self._path) from None
             raise storage_error(error, path, "cannot open a data file") from error
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
@@ -335,6 +344,9 @@ class LocalStorage:
     @property
     def _manifest(self) -> str:
         return self._join(MANIFEST_NAME)
+
+    def _open_file(self, path: str) -> int:
+        return self._files.open(path, direct=False)
 
     def _join(self, name: str) -> str:
         return f"{self._path}/{name}"

@@ -742,7 +742,7 @@ async def test_a_manifest_that_cannot_be_read_now_is_no_damage(
     with pytest.raises(StorageError, match="cannot open a data file") as caught:
         await storage.open(next(iter(OLD)), 5000)
     assert caught.value.errno == errno.EIO
-    with pytest.raises(StorageError, match="cannot stat the manifest") as caught:
+    with pytest.raises(StorageError, match="cannot look at the manifest") as caught:
         await storage_at(tmp_path / ("x" * 300), executor).version()
     assert caught.value.errno == errno.ENAMETOOLONG
 

@@ -1,0 +1,166 @@
+"""What a client of NFS keeps of the past, played on a local file system.
+
+The real thing is in tests/stress/test_nfs.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import EventLog, RecordingFiles
+from tests.rig import SAVE_IDS, SMALL, contents_of, write_files
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B = SAVE_IDS[:2]
+OLD, NEW = contents_of(A, 5000, 9000), contents_of(B, 10_000)
+
+
+class Client:
+    """Answers as a client of NFS does, in front of the system's calls.
+
+    Attributes:
+        lacks: What it looked for too early: it is not there, nor is anything below it, until
+            somebody opens the directory that has it.
+        kept: What it knows of files until somebody opens them.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lacks: set[str] = set()
+        self.kept: dict[str, os.stat_result] = {}
+        for name in ("open", "stat", "lstat", "scandir", "listdir"):
+            monkeypatch.setattr(os, name, functools.partial(self._ask, name, getattr(os, name)))
+
+    def _ask(self, call: str, real: Callable[..., Any], path: Any, *args: Any, **more: Any) -> Any:
+        asked = f"{path}/"
+        if any(asked.startswith(f"{lacked}/") for lacked in self.lacks):
+            raise FileNotFoundError(errno.ENOENT, "kept by the client", path)
+        if call in ("stat", "lstat") and path in self.kept:
+            return self.kept[path]
+        found = real(path, *args, **more)
+        if call == "open":
+            self.kept.pop(path, None)
+            self.lacks = {lacked for lacked in self.lacks if os.path.dirname(lacked) != str(path)}
+        return found
+
+
+def storage_at(directory: Path, executor: Executor, files: Any = None) -> LocalStorage:
+    return LocalStorage(str(directory), SMALL, executor, EventLog(), files)
+
+
+def root_at(directory: Path, executor: Executor) -> LocalRoot:
+    return LocalRoot(str(directory), SMALL, executor, EventLog())
+
+
+QUESTIONS: dict[str, Callable[[Path, Executor], Awaitable[Any]]] = {
+    "version": lambda path, executor: storage_at(path, executor).version(),
+    "read": lambda path, executor: storage_at(path, executor).read_manifest(),
+    "peek": lambda path, executor: storage_at(path, executor).peek_manifest(),
+    "find": lambda path, executor: root_at(path.parent, executor).find(),
+    "look": lambda path, executor: root_at(path.parent, executor).look([path.name]),
+    "names": lambda path, executor: root_at(path.parent, executor).names(),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("lacked", ["run", "run/step", "run/step/manifest.json"])
+async def test_what_another_host_made_meanwhile_is_found(
+    question: str, lacked: str, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client keeps that it was not there; as it would for a minute."""
+    path = tmp_path / "run" / "step"
+    await write_files(storage_at(path, executor), A, OLD)
+    expected = await QUESTIONS[question](path, executor)
+    client = Client(monkeypatch)
+    client.lacks.add(str(tmp_path / lacked))
+    assert await QUESTIONS[question](path, executor) == expected
+
+
+async def test_a_data_file_that_another_host_made_meanwhile_is_found(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, OLD)
+    client = Client(monkeypatch)
+    client.lacks.update(str(tmp_path / "c" / name) for name in OLD)
+    assert await storage.sizes(list(OLD)) == [5000, 9000]
+
+
+async def test_what_is_not_there_is_not_there_at_the_second_look(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a directory that nobody may list, or that is none, is no other error."""
+    storage = storage_at(tmp_path / "a" / "b" / "c", executor)
+    for read in (storage.version, storage.read_manifest, storage.peek_manifest):
+        with pytest.raises(CheckpointNotFoundError):
+            await read()
+    assert await root_at(tmp_path / "a" / "b", executor).find() == []
+    await write_files(storage, A, OLD)
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(errno.EACCES, "nobody may list it", path)
+        return real(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert await storage.sizes([*OLD, "data-none"]) == [5000, 9000, None]
+
+
+async def test_a_manifest_that_was_replaced_has_another_version_at_once(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stat says may be a minute old: it is the opened file that counts."""
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, OLD)
+    before, status = await storage.version(), (tmp_path / "c" / "manifest.json").stat()
+    await write_files(storage, B, NEW, overwrite=True)
+    client = Client(monkeypatch)
+    client.kept[str(tmp_path / "c" / "manifest.json")] = status
+    found = await storage.version()
+    assert found != before
+    assert found == (await storage.read_manifest())[0]
+
+
+async def test_what_another_host_removed_is_no_other_error(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A server says of it that its handle is stale, as it is opened, looked at, or read."""
+    stale: list[str] = []
+
+    def fault(operation: Operation) -> None:
+        if operation.kind in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    storage, name = storage_at(tmp_path / "c", executor, RecordingFiles(fault)), next(iter(OLD))
+    reader = await storage.open(name, 5000)
+    try:
+        stale.append("pread")
+        with pytest.raises(CheckpointChangedError) as caught:
+            reader.pread_into(0, memoryview(bytearray(8192)), 5000)
+        assert caught.value.filename == str(tmp_path / "c")
+        stale[:] = ["open"]
+        assert await storage.sizes([name]) == [None]
+        for read in (storage.read_manifest, functools.partial(storage.open, name, 5000)):
+            with pytest.raises(CheckpointChangedError):
+                await read()
+        stale[:] = ["close"]
+        assert await storage.sizes([name]) == [None]
+    finally:
+        stale.clear()
+        reader.close()
