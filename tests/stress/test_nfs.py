@@ -1,0 +1,133 @@
+"""Two clients of NFS and one export: what one does, the other has to see, and at once.
+
+Clients on one machine share what they keep unless they are told apart, by network namespaces (or
+`nosharecache`), and say another host's name to the server, or it takes one's cached files for the
+other's. With an export of 10.9.0.1, in each of two namespaces that reach it:
+
+    nsenter --net=/run/netns/<n> unshare --uts sh -c 'hostname host<n>;
+        mount -t nfs -o vers=4.2 10.9.0.1:/export /mnt/<n>'
+
+    TEST_NFS=/mnt/1:/mnt/2 python -m pytest -m stress tests/stress/test_nfs.py
+
+Ran so with the client and the server of Linux 6.1, versions 3 and 4.2 of NFS, and one of each.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import CheckpointChangedError, CheckpointExistsError, CheckpointNotFoundError, KeepLast
+from ckptio.sync import Checkpointer, Engine, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.stress
+_NUM_ROUNDS = 5
+
+
+@pytest.fixture
+def clients() -> Iterator[tuple[Path, Path]]:
+    """Give a path by both clients; nothing is there, and the second client knows it."""
+    found = os.environ.get("TEST_NFS", "")
+    if not found:
+        pytest.skip("TEST_NFS does not name two mounts of one NFS export")
+    name = f"ckptio-{uuid.uuid4().hex}"
+    ours, theirs = (Path(mount) / name for mount in found.split(":"))
+    assert not theirs.exists()
+    yield ours, theirs
+    for path in sorted(ours.glob("**/*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    if ours.exists():
+        ours.rmdir()
+
+
+def state_of(number: int) -> dict[str, Any]:
+    return {"n": number, "t": torch.full((100_000,), float(number))}
+
+
+def assert_is(state: dict[str, Any], number: int) -> None:
+    assert state["n"] == number
+    assert torch.equal(state["t"], state_of(number)["t"])
+
+
+def test_what_one_client_overwrites_the_other_loads_at_once(clients: tuple[Path, Path]) -> None:
+    """By an engine that has loaded what was there before, and by one that has not."""
+    ours, theirs = clients
+    with Engine() as saves, Engine() as loads:
+        with pytest.raises(CheckpointNotFoundError):
+            loads.load(theirs)
+        for number in range(_NUM_ROUNDS):
+            saves.save(state_of(number), ours, overwrite=True)
+            assert_is(loads.load(theirs), number)
+            assert_is(load(theirs), number)
+            with pytest.raises(CheckpointExistsError):
+                loads.save(state_of(number), theirs)
+    assert len(list(theirs.iterdir())) == 2  # a manifest, and one data file
+
+
+def test_two_clients_overwrite_in_turns(clients: tuple[Path, Path]) -> None:
+    """Each removes what the other left, and nothing else."""
+    ours, theirs = clients
+    with Engine() as first, Engine() as second:
+        for number in range(_NUM_ROUNDS):
+            first.save(state_of(number), ours, overwrite=True)
+            assert_is(second.load(theirs), number)
+            second.save(state_of(-number), theirs, overwrite=True)
+            assert_is(first.load(ours), -number)
+    assert len(list(ours.iterdir())) == len(list(theirs.iterdir())) == 2
+
+
+def test_steps_of_one_client_are_found_by_the_other_at_once(clients: tuple[Path, Path]) -> None:
+    ours, theirs = clients
+    with Checkpointer(ours, keep=KeepLast(2)) as trains, Checkpointer(theirs) as looks:
+        assert looks.latest() is None
+        new = looks.follow(poll_s=0.1, timeout_s=30.0)
+        for step in range(1, _NUM_ROUNDS + 1):
+            trains.save(state_of(step), step)
+            assert looks.latest() == step == next(new)
+            assert looks.steps()[-1] == step
+            assert_is(looks.load(), step)
+        trains.save(state_of(0), step, overwrite=True)
+        assert_is(looks.load(), 0)
+        looks.discard_after(step - 1)
+        assert trains.latest() == step - 1
+        assert_is(trains.load(), step - 1)
+
+
+def test_loads_beside_saves_by_another_client_end_well_or_say_so(
+    clients: tuple[Path, Path],
+) -> None:
+    """Whatever the server says of files that have just gone; and no load goes back in time."""
+    ours, theirs = clients
+    done = threading.Event()
+
+    def save() -> None:
+        with Engine() as engine:
+            for number in range(1, 4 * _NUM_ROUNDS):
+                engine.save(state_of(number), ours, overwrite=True)
+        done.set()
+
+    with Engine() as engine:
+        engine.save(state_of(0), ours)
+        thread = threading.Thread(target=save)
+        thread.start()
+        seen = num_loads = 0
+        while not done.is_set():
+            try:
+                state = engine.load(theirs)
+            except CheckpointChangedError:
+                continue
+            assert_is(state, state["n"])
+            assert state["n"] >= seen
+            seen, num_loads = state["n"], num_loads + 1
+        thread.join()
+        assert num_loads
+        assert_is(engine.load(theirs), 4 * _NUM_ROUNDS - 1)
