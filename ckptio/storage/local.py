@@ -21,7 +21,7 @@ from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, Forma
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
-from ckptio.storage.anew import found_anew
+from ckptio.storage.anew import found_anew, look_anew
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX, numbered
@@ -370,6 +370,9 @@ def _followed(path: str) -> str:
     """
     for _ in range(_MAX_FOLLOWING):
         with contextlib.suppress(OSError):
+            if os.path.realpath(path) == path:
+                return path
+            look_anew(path)  # another host may have moved the link
             return os.path.realpath(path)
     return path
 

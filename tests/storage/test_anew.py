@@ -37,12 +37,14 @@ class Client:
         lacks: What it looked for too early: it is not there, nor is anything below it, until
             somebody opens the directory that has it.
         kept: What it knows of files until somebody opens them.
+        links: Where links lead, until somebody opens the directory that has them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lacks: set[str] = set()
         self.kept: dict[str, os.stat_result] = {}
-        for name in ("open", "stat", "lstat", "scandir", "listdir"):
+        self.links: dict[str, str] = {}
+        for name in ("open", "stat", "lstat", "readlink", "scandir", "listdir"):
             monkeypatch.setattr(os, name, functools.partial(self._ask, name, getattr(os, name)))
 
     def _ask(self, call: str, real: Callable[..., Any], path: Any, *args: Any, **more: Any) -> Any:
@@ -51,10 +53,14 @@ class Client:
             raise FileNotFoundError(errno.ENOENT, "kept by the client", path)
         if call in ("stat", "lstat") and path in self.kept:
             return self.kept[path]
+        if call == "readlink" and path in self.links:
+            return self.links[path]
         found = real(path, *args, **more)
         if call == "open":
             self.kept.pop(path, None)
             self.lacks = {lacked for lacked in self.lacks if os.path.dirname(lacked) != str(path)}
+            for link in [link for link in self.links if os.path.dirname(link) == str(path)]:
+                del self.links[link]
         return found
 
 
@@ -134,6 +140,20 @@ async def test_a_manifest_that_was_replaced_has_another_version_at_once(
     found = await storage.version()
     assert found != before
     assert found == (await storage.read_manifest())[0]
+
+
+async def test_a_link_that_another_host_moved_is_followed(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest` leads to where it leads now."""
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "step-2")
+    client = Client(monkeypatch)
+    for follow in ("identify", "identity"):
+        storage = storage_at(link, executor)
+        client.links[str(link)] = str(tmp_path / "step-1")
+        found = await storage.identify() if follow == "identify" else storage.identity
+        assert found == str(tmp_path / "step-2")
 
 
 async def test_what_another_host_removed_is_no_other_error(

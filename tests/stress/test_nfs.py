@@ -44,7 +44,7 @@ def clients() -> Iterator[tuple[Path, Path]]:
     assert not theirs.exists()
     yield ours, theirs
     for path in sorted(ours.glob("**/*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     if ours.exists():
         ours.rmdir()
 
@@ -100,6 +100,17 @@ def test_steps_of_one_client_are_found_by_the_other_at_once(clients: tuple[Path,
         looks.discard_after(step - 1)
         assert trains.latest() == step - 1
         assert_is(trains.load(), step - 1)
+
+
+def test_a_link_that_one_client_moves_is_followed_by_the_other(clients: tuple[Path, Path]) -> None:
+    """At once, also by an engine that followed it before."""
+    ours, theirs = clients
+    with Engine() as saves, Engine() as loads:
+        for number in range(_NUM_ROUNDS):
+            saves.save(state_of(number), ours / f"step-{number}")
+            (ours / "new").symlink_to(f"step-{number}")
+            (ours / "new").rename(ours / "latest")
+            assert_is(loads.load(theirs / "latest"), number)
 
 
 def test_loads_beside_saves_by_another_client_end_well_or_say_so(
