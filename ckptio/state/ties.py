@@ -210,7 +210,11 @@ def _bases_in(
         if widest > 1:
             wide = {i for i in numbers if gaps[i] > max(1, widest / 2)}
             left += wide
-            ahead += _clusters([i for i in numbers if i not in wide], spans, occurrences)
+            rest = [i for i in numbers if i not in wide]
+            clusters = _clusters(rest, spans, occurrences)
+            ahead += clusters
+            lone = [occurrences[i] for i in set(rest).difference(*clusters)]
+            found += filter(_is_base, lone)  # stored as it is, whatever lies within it
     found.sort(key=lambda base: base.tensor.data_ptr())
     starts = [base.tensor.data_ptr() for base in found]
     for i in left:
@@ -220,6 +224,12 @@ def _bases_in(
         if is_within and _is_part([occurrences[i]], starts[number]):
             bases[i] = found[number]
     return bases
+
+
+def _is_base(occurrence: Occurrence) -> bool:
+    """Whether what is stored of a tensor is the memory that it spans, as it is."""
+    tensor, node = occurrence.tensor, occurrence.node
+    return tensor.is_contiguous() and _is_physical(tensor) and node.keys() == {TAG}
 
 
 def _is_part(members: Sequence[Occurrence], start: int) -> bool:

@@ -137,6 +137,71 @@ def test_views_with_gaps_are_tied_beside_sparser_ones() -> None:
     assert is_tied(found["halves"], found["others"])
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"c": slice(100)},
+        {"c": slice(100), "e": slice(500, 700), "f": slice(500, 600), "g": slice(507, 700, 8)},
+    ],
+    ids=["alone", "with a part of it", "with others"],
+)
+def test_a_view_with_gaps_is_tied_to_what_it_lies_in_beside_a_sparser_one(
+    others: dict[str, slice],
+) -> None:
+    """Which lies over both, and is stored apart."""
+    buffer = torch.randn(1000)
+    base = buffer[:200]
+    state = {"a": base, "b": buffer[::10], "d": base[7::8]}
+    state |= {name: buffer[part] for name, part in others.items()}
+    flat = flatten(state)
+    assert [spec.name for spec in flat.specs] == ["a", "b", *(["e"] if "e" in others else [])]
+    assert "b" in flat.untied
+    assert not {"d", "g"} & {*flat.untied}
+    found = rebuilt(flat)
+    assert_same(found, state)
+    assert is_tied(found["a"], found["d"])
+
+
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_what_is_not_in_memory_as_it_reads_is_no_base(turn: Any) -> None:
+    """A part of that memory would come back conjugated or negated."""
+    memory = torch.randn(6, dtype=torch.complex64)
+    state = {"a": turn(memory), "b": memory[:3]}
+    assert_same(rebuilt(flatten(state)), state)
+    state = {"a": turn(memory)[:4], "b": memory[2:]}
+    assert stored_nbytes(state) == memory.nbytes
+    assert_same(rebuilt(flatten(state)), state)
+
+
+def test_what_is_stored_for_views_has_the_type_of_the_only_one() -> None:
+    """Bytes for several; and what is a base itself stays a plain tensor in the tree."""
+    buffer = torch.arange(20.0)
+    state = {"a": buffer[5:8].expand(4, 3), "b": buffer[10::2], "c": buffer[11::2]}
+    flat = flatten(state)
+    found = [(spec.name, spec.dtype, spec.shape) for spec in flat.specs]
+    assert found == [("a~storage", "float32", (3,)), ("b~storage", "uint8", (40,))]
+    assert_same(rebuilt(flat), state)
+    assert flatten({"a": buffer, "b": buffer[3:]}).tree["a"] == {"~": 0}
+
+
+def test_overlapping_memory_of_two_storages_is_stored_apart() -> None:
+    """As none of them has all of it."""
+    array = np.arange(9.0)
+    state = {"a": torch.from_numpy(array[:6]), "b": torch.from_numpy(array[3:])}
+    flat = flatten(state)
+    assert flat.untied == ("a", "b")
+    assert_same(rebuilt(flat), state)
+
+
+def test_what_has_a_base_is_settled() -> None:
+    """Though some of it has gaps, and the rest has a smaller base of its own."""
+    buffer = torch.randn(20)
+    state = [buffer[::2], buffer[1::2], buffer[:6], buffer[3:9]]
+    assert stored_nbytes(state) == buffer.nbytes
+    assert_same(rebuilt(flatten(state)), state)
+
+
 def test_a_thousand_sparse_views_are_settled_in_a_few_turns() -> None:
     """However many widths their gaps have."""
     big = torch.zeros(1 << 20)
@@ -240,6 +305,38 @@ def test_tensors_without_bytes_are_not_tied() -> None:
     base = torch.empty(4, 0)
     flat = flatten([base, base, torch.empty(0, dtype=torch.int8)])
     assert_same(rebuilt(flat), [base, base, torch.empty(0, dtype=torch.int8)])
+
+
+def test_tensors_without_bytes_are_not_tied_beside_others_that_are() -> None:
+    """Those at one address, and one that lies within the memory of others."""
+    weight, empty = torch.randn(4, 4), torch.empty(0)
+    state = {"a": weight, "b": weight, "c": empty, "d": torch.empty(0), "e": weight[2:2]}
+    flat = flatten(state)
+    assert [spec.name for spec in flat.specs] == ["a", "c", "d", "e"]
+    assert flat.untied == ()
+    assert_same(rebuilt(flat), state)
+
+
+def test_a_tensor_in_another_order_of_dimensions_is_stored_once_as_it_is() -> None:
+    """Under its own name and type, in its own order, as it is without a second name."""
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    flat = flatten({"a": image, "b": image})
+    assert [(spec.name, spec.dtype) for spec in flat.specs] == [("a", "float32")]
+    assert flat.tree["a"] == flat.tree["b"] == flatten({"a": image}).tree["a"]
+
+
+def test_an_expanded_conjugate_alone_has_lost_no_tie() -> None:
+    """It is stored apart from nothing."""
+    flat = flatten({"a": torch.ones(3, dtype=torch.complex64).conj().expand(4, 3)})
+    assert (len(flat.specs), flat.untied) == (1, ())
+
+
+def test_a_bytearray_under_two_names_is_stored_for_each() -> None:
+    """No tree that names one tensor for two of them is read."""
+    buffer = bytearray(range(256)) * 32
+    flat = flatten({"a": buffer, "b": buffer})
+    assert [spec.name for spec in flat.specs] == ["a", "b"]
+    assert rebuilt(flat) == {"a": buffer, "b": buffer}
 
 
 @st.composite
