@@ -64,6 +64,7 @@ BAD = [
     {"~": "int"}, {"~": "enum", "c": "a:b"}, {"~": "np", "t": 1, "d": "<f4", "s": [1]},
     {"~": "np", "t": 0, "d": "<f4"}, {"~": "np", "t": 0, "d": "<f4", "s": [-1]},
     {"~": "np", "t": 0, "d": 4, "s": [1]}, {"~": "np", "t": 0, "d": "<f4", "s": [2**60]},
+    {"~": "np", "t": 0, "d": "<f4", "s": None}, {"~": "np", "t": 0, "d": "<f4", "s": ""},
     {"~": "np", "t": True, "d": "<f4", "s": [1]}, {"~": "bytes", "t": 5}, {"~": "x", "t": 0},
     {"~": "view", "t": 0, "d": [], "o": 0, "s": [], "r": []},
     {"~": "view", "t": 0, "d": "os", "o": 0, "s": [], "r": []},
@@ -98,6 +99,13 @@ def test_a_node_that_lacks_something_is_refused(node: Any, around: str) -> None:
     """Wherever it is: unknown tags, missing members, tensors that are not there."""
     with pytest.raises(FormatError):
         read_tree(manifest_with((around % json.dumps(node)).encode()))
+
+
+def test_a_view_has_as_many_dimensions_as_a_tensor_may_have() -> None:
+    """What is saved with all of them is read."""
+    flat = flatten([base := torch.ones(2, 3), base.t()[(None,) * 62]])
+    tree = msgspec.json.encode(flat.tree)
+    assert read_tree(manifest_with(tree, 1))[1]["s"] == [1] * 62 + [3, 2]
 
 
 OWN = {"~": "ranks", "v": [7, {"~": 0}, {"~": "absent"}]}
