@@ -15,6 +15,7 @@ from hypothesis import given
 
 from ckptio.errors import TargetError
 from ckptio.format.manifest import TensorEntry
+from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import check_fillable
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
@@ -66,6 +67,16 @@ def test_tensors_are_filled_and_other_values_replaced() -> None:
     assert result is target
     assert result["more"] is more
     assert (result["step"], result["name"], more[1]) == (7, "x", 5)
+
+
+class Named(dict[str, Any]):
+    """A dict of a class of the caller's."""
+
+
+@dataclasses.dataclass
+class Coordinates:
+    x: Any
+    y: Any
 
 
 #: Keys that Python and numpy refuse to write.
@@ -212,6 +223,23 @@ def test_an_empty_dict_inside_takes_all_that_is_plain() -> None:
     assert list(result["o"]) == ["b", "a"]
 
 
+@pytest.mark.parametrize("saved", [{}, OrderedDict(), torch.nn.ReLU().state_dict()], ids=repr)
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_an_empty_dict_of_either_kind_takes_an_empty_one(kind: type, saved: Any) -> None:
+    """And the versions of a module without tensors, if it can hold them."""
+    target = {"a": kind()}
+    _, result = matched({"a": saved}, target)
+    assert result["a"] is target["a"]
+    if kind is OrderedDict and hasattr(saved, "_metadata"):
+        assert result["a"]._metadata == saved._metadata
+
+
+def test_an_empty_dict_takes_nothing_at_the_top_or_of_a_class_of_its_own() -> None:
+    """What is there has no place in them, and is listed."""
+    assert match_of({"a": 1}, {}).unexpected == ["a"]
+    assert match_of({"a": {"x": 1}}, {"a": Named()}).unexpected == ["a.x"]
+
+
 def test_an_empty_dict_takes_no_tensors() -> None:
     """Nor of many ranks anything, as it may have none of that; nor where keys may be others."""
     match = match_of({"h": {"a": {"b": zeros(2)}, "c": 1}}, {"h": {}})
@@ -280,6 +308,114 @@ def test_tuples_and_named_tuples_come_back_with_their_tensors() -> None:
     assert result["t"][1] == 5
     assert type(result["p"]) is Point
     assert result["p"].y == 6
+
+
+def test_a_tuple_is_taken_as_the_named_one_that_is_there() -> None:
+    """Also where it holds nothing that is filled."""
+    _, result = matched({"a": (1.5, 2)}, {"a": Point(0.0, 0)})
+    assert_same(result, {"a": Point(1.5, 2)})
+
+
+def test_what_no_other_rank_shares_is_taken_in_place() -> None:
+    """A tensor of each rank is one of this rank; one of a rank that was not there is missing."""
+    target: dict[str, Any] = {"a": zeros(2), "b": [zeros(1), zeros(3)]}
+    match, result = matched({"a": PerRank(zeros(2)), "b": [PerRank(zeros(1)), zeros(3)]}, target)
+    assert match.agrees
+    assert [fill.tensor for fill in match.fills] == [target["a"], *target["b"]]
+    node = {"b": [{"~": "ranks", "v": [{"~": "absent"}]}, 5]}
+    matcher = Matcher(())
+    result = matcher.merge("", {"b": [held := zeros(1), 0]}, node)(Rebuilder({}))
+    assert matcher.match.missing + matcher.match.kept == ["b.0"]
+    assert result["b"][0] is held
+
+
+def test_a_part_of_a_tensor_that_is_not_selected_is_left_alone() -> None:
+    """Whatever is stored under its name; one that is, is filled."""
+    saved = {"a": zeros(5), "b": zeros(2)}
+    target = {"a": Shard(zeros(1), (2,), (0,)), "b": Shard(zeros(1), (2,), (1,))}
+    match, result = matched(saved, target, "b")
+    assert match.agrees
+    assert [fill.tensor for fill in match.fills] == [target["b"].tensor]
+    assert result["a"] is target["a"]
+
+
+@pytest.mark.parametrize("saved", [[1, 2], 5, None], ids=repr)
+def test_an_object_takes_another_kind_of_value_than_its_dict(saved: Any) -> None:
+    """Its dict is a template; what is stored may be of another time."""
+    holder = Holder({"a": {"x": 1}})
+    match, _ = matched(Holder({"a": saved}), holder)
+    assert match.agrees
+    assert holder.given == {"a": saved}
+
+
+def test_what_a_tuple_has_beyond_a_shorter_one_stays() -> None:
+    """And is listed."""
+    target = (zeros(1), 5)
+    match, result = matched({"a": (zeros(1),)}, {"a": target})
+    assert match.missing == ["a.1"]
+    assert result["a"] == target
+
+
+def test_a_module_whose_name_is_like_that_of_an_extra_state_is_filled_in_place() -> None:
+    """Its tensors are tensors like others."""
+    target = torch.nn.ModuleDict({"an_extra_state": torch.nn.Linear(2, 2)})
+    match, _ = matched(torch.nn.ModuleDict({"an_extra_state": torch.nn.Linear(2, 2)}), target)
+    assert len(match.fills) == 2
+    assert not match.fresh
+
+
+class Seen(torch.nn.Module):
+    """A module that says what it has seen under a name of its own."""
+
+    def __init__(self, seen: dict[str, int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # torch's
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}seen"] = self.seen
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.seen = state_dict.pop(f"{prefix}seen")
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+def test_a_dict_among_the_tensors_of_a_module_is_taken_whole() -> None:
+    """The module alone knows what it means by its keys."""
+    target = Seen({"x": 1})
+    match, _ = matched({"m": Seen({"x": 2, "y": 3})}, {"m": target})
+    assert match.agrees
+    assert target.seen == {"x": 2, "y": 3}
+
+
+def test_an_ordered_dict_of_which_the_checkpoint_has_a_part_keeps_its_order() -> None:
+    """As one of which a part was selected."""
+    target = OrderedDict(a=0, c=0, b=zeros(1))
+    match, result = matched({"o": OrderedDict(b=zeros(1), a=1)}, {"o": target})
+    assert match.missing == ["o.c"]
+    assert list(result["o"]) == ["a", "c", "b"]
+
+
+def test_a_tensor_under_the_key_of_an_extra_state_is_filled_in_a_dict() -> None:
+    """It is a module's own affair in the states of modules alone."""
+    target: dict[str, Any] = {"_extra_state": zeros(2), "a": {"_extra_state": zeros(1)}}
+    match, result = matched({"_extra_state": zeros(2), "a": {"_extra_state": zeros(1)}}, target)
+    assert [fill.tensor for fill in match.fills] == [
+        target["_extra_state"],
+        target["a"]["_extra_state"],
+    ]
+    assert result["_extra_state"] is target["_extra_state"]
+
+
+def test_a_dataclass_takes_a_dict_and_nothing_else() -> None:
+    """Whether it holds anything to fill or not; only `None` comes instead of one without."""
+    _, result = matched({"a": {"x": 1, "y": 2}}, {"a": Coordinates(0, 0)})
+    assert result == {"a": Coordinates(1, 2)}
+    match, result = matched({"a": 5, "b": None, "c": None}, {
+        "a": Coordinates(0, 0), "b": Coordinates(0, 0), "c": Coordinates(zeros(1), 0),
+    })  # fmt: skip
+    assert [line.partition(":")[0] for line in match.mismatched] == ["a", "c"]
+    assert result["b"] is None
 
 
 def test_a_longer_and_a_shorter_list_are_listed() -> None:
@@ -618,6 +754,25 @@ def test_what_is_of_another_kind_stays_where_all_below_it_is_left_out(
     """Though a function that leaves it out accepts the name of what it is in."""
     select = lambda name: not name.startswith("a.")  # noqa: E731  # as callers write it
     assert match_of({"a": saved, "b": zeros(1)}, {"a": target, "b": zeros(1)}, select).agrees
+
+
+@pytest.mark.parametrize("saved", [[1, 2], (1, 2), {1, 2}, 5], ids=str)
+def test_an_object_with_a_dict_takes_what_is_selected_of_another_kind(saved: Any) -> None:
+    """Or is told that it cannot: nothing else that it has is lost."""
+    holder = Holder({"a": {"x": 1}, "b": 1})
+    match, _ = matched(Holder({"a": saved, "b": 2}), holder, ["a.0", "b"])
+    assert holder.given["b"] == 2
+    told = [line.partition(":")[0] for line in match.mismatched]
+    assert told == (["a"] if isinstance(saved, tuple) else [])
+    assert match.unexpected == []
+
+
+def test_a_part_of_a_longer_list_is_told_and_the_list_stays() -> None:
+    """Nobody knows which of its items are those of the target."""
+    holder = Holder({"a": [1, 2], "b": 1})
+    match, _ = matched(Holder({"a": [3, 4, 5], "b": 2}), holder, ["a.0", "b"])
+    assert [line.partition(":")[0] for line in match.mismatched] == ["a"]
+    assert holder.given == {"a": [1, 2], "b": 2}
 
 
 def test_a_placeholder_takes_what_is_selected_of_a_container() -> None:

@@ -384,6 +384,9 @@ def test_a_part_may_be_selected(tmp_path: Path) -> None:
     assert_coded(target["w"], one)
     assert not target["x"].any()
     assert torch.equal(sync.load_slice(tmp_path / "x", "w.codes", 1, config=SMALL), one.codes[1])
+    target = {"w": coded(2, 5), "x": torch.zeros(3)}  # of another shape
+    sync.load(tmp_path / "x", into=target, select="x", config=SMALL)
+    assert target["x"].all()
 
 
 class Late(Coded):
