@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,7 +18,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -26,6 +28,7 @@ from ckptio.errors import UnsupportedLeafError
 from ckptio.layout import numel
 from ckptio.shards import LeafSpec, PerRank
 from ckptio.state.flatten import flatten
+from ckptio.state.sharded import is_sharded
 from tests.state.ranks import (
     MeshShape,
     as_rank,
@@ -331,6 +334,9 @@ def test_a_shard_keeps_the_replica_that_its_owner_says() -> None:
         (shards.Shard(torch.zeros(2), (4,), flat_start=-1), "no range"),
         (shards.Shard(torch.zeros(2, 1), (4,), flat_start=0), "no range"),
         (shards.Shard(torch.zeros(2), (-4,), (0,)), "global_shape"),
+        (shards.Shard(torch.zeros(2), (-2, -2), flat_start=0), "global_shape"),
+        (shards.Shard(torch.zeros(2), (4.0,), (0,)), "global_shape"),  # type: ignore[arg-type]  # as below
+        (shards.Shard(torch.zeros(2), (4,), flat_start=1.0), "no range"),  # type: ignore[arg-type]  # as below
         (shards.Shard([1.0], (1,), (0,)), "a Shard of a list"),  # type: ignore[arg-type]  # what is refused
         (shards.Shard(torch.zeros(2, device="meta"), (4,), (0,)), "meta device"),
         (shards.Shard(torch.zeros(4).to_sparse(), (4,), (0,)), "layout"),
@@ -359,6 +365,37 @@ def test_metadata_of_a_sharded_tensor_that_does_not_fit_is_refused() -> None:
         tensor.local_shards()[0].metadata.shard_sizes = [3, 2]
         with pytest.raises(UnsupportedLeafError, match="does not fit its metadata"):
             flatten({"x": tensor})
+        tensor = sharded_tensor(torch.zeros(4, 2), [4], 0, [0])
+        tensor.local_shards()[0].metadata.shard_offsets = [1, 0]
+        with pytest.raises(UnsupportedLeafError, match="does not fit its metadata"):
+            flatten({"x": tensor})
+
+
+def test_what_has_one_method_of_a_sharded_tensor_is_none() -> None:
+    """Others have metadata, too."""
+
+    class Image(torch.Tensor):
+        def metadata(self) -> None: ...
+
+    assert not is_sharded(torch.ones(2).as_subclass(Image))
+
+
+def test_cuts_in_another_order_than_that_of_the_mesh_are_put_together() -> None:
+    """Newer versions of torch say the order of cuts apart from the placements."""
+    tensor = random_tensor((8, 3), seed=5)
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = mesh_of((2, 2))
+        row, column = divmod(rank, 2)
+        given = distribute_tensor(tensor, mesh, [Shard(0), Shard(0)], src_data_rank=None)._spec
+        (entry,) = given.shard_order
+        turned = dataclasses.replace(given, shard_order=(entry._replace(mesh_dims=(1, 0)),))
+        local = tensor.chunk(2)[column].chunk(2)[row].clone()
+        return {"x": DTensor(local, turned, requires_grad=False)}
+
+    if not hasattr(DTensorSpec, "shard_order"):
+        pytest.skip("this version of torch has no order of cuts")
+    assert_same(load(save(4, state_of))[0], {"x": tensor})
 
 
 def test_values_of_each_rank_have_names_of_their_own() -> None:
