@@ -493,6 +493,25 @@ def test_who_gets_no_report_is_told_of_buffers_that_stay_on_meta(
     assert all("'m.mask', 'm.inv_freq'" in text for text in told)
 
 
+def test_what_a_module_has_beside_meta_stays_the_very_tensor(path: str) -> None:
+    """Others may have its buffers, as an optimizer has its parameters; also under two names."""
+
+    def make(device: str) -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2, device=device)
+        module.first = module.second = torch.nn.Buffer(torch.zeros(3))
+        return module
+
+    saved = make("cpu")
+    for buffer in saved.buffers():
+        buffer.fill_(7)
+    ckptio.sync.save({"m": saved}, path)
+    model = make("meta")
+    (held,) = model.buffers()
+    ckptio.sync.load(path, into={"m": model})
+    assert model.first is model.second is held
+    assert torch.equal(held, torch.full((3,), 7.0))
+
+
 def test_what_was_not_selected_is_not_called_missing_on_meta(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -262,6 +262,11 @@ def test_what_nobody_makes_up_is_refused_with_a_way_out(tmp_path: Path) -> None:
     sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
     with pytest.raises(MismatchError, match=r"m\.1\.bias.*which lacks some of its names; what lo"):
         sync.load(tmp_path / "c", into={"m": normed(5)})
+    state = first_version(saved)
+    del state["1.running_mean"]
+    sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
+    with pytest.raises(MismatchError, match=r"2 missing.*'m\.1\.num_batches_tracked'"):
+        sync.load(tmp_path / "c", into={"m": normed(5)})
     state = saved.state_dict()
     del state["1.num_batches_tracked"]
     sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
