@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio.state.mesh import Cut, Layout, local_parts
+from ckptio.layout import Box
+from ckptio.state.mesh import Cut, Layout, Part, local_parts
 from tests.state.ranks import MeshShape, coordinates, local_tensor, meshes, strided
 
 if TYPE_CHECKING:
@@ -153,3 +154,20 @@ def test_a_scalar_is_held_whole() -> None:
     assert [(part.box.offset, part.box.shape, part.local_offset) for part in parts] == [
         ((), (), ())
     ]
+
+
+def test_only_the_order_that_is_known_is_read() -> None:
+    """A local tensor that is as long as another order would have it is of no layout."""
+    cuts = (Cut(0), Cut(0))
+    layout = Layout((6,), (2, 2), (0, 1), cuts, order=(1, 0))
+    assert local_parts(layout, (2,)) == [Part(Box((3,), (2,)), (0,))]
+    assert local_parts(layout, (1,)) is None
+    assert local_parts(layout._replace(order=None), (1,)) == [Part(Box((2,), (1,)), (0,))]
+
+
+@pytest.mark.parametrize("coordinate", [(0, 0), (0, 1)])
+def test_pieces_that_follow_each_other_are_one_run(coordinate: tuple[int, int]) -> None:
+    """As where one rank takes all pieces of a strided cut; they begin where the first does."""
+    layout = Layout((12,), (1, 2), coordinate, (Cut(0, split_factor=3), Cut(0)))
+    expected = Part(Box((6 * coordinate[1],), (6,)), (0,))
+    assert local_parts(layout, (6,)) == [expected]
