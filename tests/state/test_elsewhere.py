@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from ckptio import TargetError, sync
+from ckptio.format.encode import TAG
+from ckptio.layout import Box
+from ckptio.state.elsewhere import Elsewhere
+from ckptio.state.fills import Blank, Fill
+from ckptio.state.sharded import Block
 from tests.rig import SMALL
 from tests.state.objects import Loader, hook_before, loaded, net_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from ckptio.format.encode import Json
+    from ckptio.state.tree import Predicate
 
 
 class Stopper:
@@ -223,3 +231,195 @@ def test_a_second_state_of_who_is_not_asked_stays_a_dict(tmp_path: Path) -> None
     assert (both.at, kept.best) == (1, {"at": 2})
     (note,) = result.report.notes
     assert note.startswith("k.best: is one object with 'x' in the target and another in")
+
+
+def elsewhere_of(
+    *fills: Fill, keep: Predicate | None = None, written: Sequence[torch.Tensor] = ()
+) -> Elsewhere:
+    def changed(tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() == each.data_ptr() for each in written)
+
+    return Elsewhere(list(fills), keep, changed)
+
+
+def are_same(one: Json, other: Json, keep: Predicate | None = None, *fills: Fill) -> bool:
+    """Whether an object that takes both takes one state."""
+    elsewhere = elsewhere_of(*fills, keep=keep)
+    stored = []
+    for fqn, node in (("a", one), ("b", other)):
+        part = object()
+        elsewhere.note(fqn, part, node)
+        found = elsewhere.other(part)
+        assert found is not None
+        assert (found.fqn, found.place) == (fqn, fqn)
+        stored.append(found)
+    first, second = stored
+    is_same = elsewhere.is_same(first, second, {})
+    assert elsewhere.is_same(second, first, {}) == is_same
+    return is_same
+
+
+def pairs(tag: str, *items: Json) -> Json:
+    return {TAG: tag, "v": [*items]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_whole_same", "is_part_same"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True, True),
+        ({"a": 1}, {"a": 2}, False, False),
+        ({"a": 1, "b": 2}, {"a": 1}, True, True),
+        ({"a": 1, "b": 2}, {"a": 3}, False, False),
+        ({"a": 1}, {"b": 1}, True, True),
+        ({"a": None}, {"a": 1}, False, True),
+        ({"s": {"a": 1, "b": 2}}, {"s": {"a": 1}}, False, True),
+        ({"s": {"a": 1, "b": 2}}, {"s": {"a": 2}}, False, False),
+        ({"s": {"t": 1}}, {"s": {"t": 2}}, False, False),
+        (pairs("odict", ["a", 1]), {"a": 1, "b": 2}, True, True),
+        ({"s": pairs("odict", ["a", 1])}, {"s": {"a": 1}}, False, True),
+        ({"l": [1, 2]}, {"l": [1, 2, 3]}, False, False),
+        ({"l": [1, None]}, {"l": [1, 2]}, False, True),
+        ({"l": [{"a": 1}]}, {"l": [{"b": 1}]}, False, True),
+        ({"l": [1]}, {"l": {"0": 1}}, False, False),
+        ({"l": ["a"]}, {"l": {"a": 1}}, False, False),
+        ({"l": pairs("tuple", 1, 2)}, {"l": pairs("tuple", 1)}, False, False),
+        ([1], {"0": 1}, False, False),
+        ([1], [1, 2], False, False),
+        ([1, None], [1, 2], False, True),
+        (5, 6, False, False),
+    ],
+)
+def test_what_two_states_have_in_common_is_compared(
+    one: Json, other: Json, *, is_whole_same: bool, is_part_same: bool
+) -> None:
+    """What one of them has alone contradicts nothing: its names, and any where some are left."""
+    assert are_same(one, other) == is_whole_same
+    assert are_same(one, other, lambda _: True) == is_part_same
+
+
+def test_what_is_not_loaded_is_not_compared() -> None:
+    """Neither are two of which one is left out."""
+    one, other = {"x": 1, "y": 2}, {"x": 1, "y": 3}
+    assert not are_same(one, other, lambda name: name in ("a.y", "b.y"))
+    assert are_same(one, other, lambda name: name in ("a.x", "b.x"))
+    assert are_same(one, other, lambda name: name.startswith("a"))
+    assert are_same(one, other, lambda name: name.startswith("b"))
+
+
+@pytest.mark.parametrize("tag", [None, "view", "np", "bytes"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tensors_of_two_states_are_compared_as_they_are(tag: str | None, depth: int) -> None:
+    """Whichever they are stored as, and whatever they are part of."""
+    tensors = torch.zeros(2), torch.zeros(2), torch.ones(2)
+    if tag is None:
+        nodes: list[Any] = [{TAG: index} for index in range(3)]
+    else:
+        nodes = [
+            {TAG: tag, "t": index, "d": "float32", "s": [2], "r": [1], "o": 0} for index in range(3)
+        ]
+    views = nodes if tag == "view" else [None] * 3
+    fills = [Fill(i, t, f"t{i}", views[i]) for i, t in enumerate(tensors)]
+    states: list[Any] = [{"w": {"in": node} if depth else node} for node in nodes]
+    assert are_same(states[0], states[0], None, *fills)
+    assert are_same(states[0], states[1], None, *fills)
+    assert not are_same(states[0], states[2], None, *fills)
+    if tag == "np":
+        bits = {"w": {**nodes[1], "d": "int32"}}
+        assert not are_same({"w": nodes[0]}, bits, None, *fills)
+
+
+class Holding:
+    """What is no module may give tensors as well."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+class Failing(torch.nn.Linear):
+    """A module that gives no state."""
+
+    def state_dict(self, **_: Any) -> Any:
+        raise ValueError
+
+
+def test_a_part_whose_tensors_are_filled_elsewhere_is_named() -> None:
+    """Where it would take others than those that are there."""
+    part = torch.nn.Linear(2, 2)
+    weight, bias = part.weight.detach(), part.bias.detach()
+    fills = [Fill(0, weight, "other.weight"), Fill(1, torch.zeros(1), "own")]
+    own = range(1, 2)
+
+    def name_of(part: Any, state: Any, own: range = own, **options: Any) -> str | None:
+        beside = elsewhere_of(*fills, **options).beside("x", {}, {}, own, {})
+        return beside.name_of_double(part, state)
+
+    state = {"weight": weight + 1, "bias": bias + 1}
+    assert name_of(part, state) == "other.weight"
+    assert name_of(part, {"weight": weight.clone(), "bias": bias + 1}) is None
+    assert name_of(part, {"bias": bias + 1}) is None
+    assert name_of(part, {"weight": 5}) is None
+    assert name_of(part, [weight + 1]) is None
+    assert name_of(part, state, range(2)) is None
+    assert name_of(part, state, range(1)) is None
+    assert name_of(part, state, written=[weight]) is None
+    assert name_of(part, state, written=[state["weight"]]) is None
+    fills[0] = Fill(0, bias, "other.bias")
+    assert name_of(part, state) == "other.bias"
+    fills[0] = Fill(0, weight, "other.weight")
+    assert name_of(Holding({"weight": weight}), state) is None
+    assert name_of(Failing(2, 2), state) is None
+    part.register_buffer("rows", torch.zeros(2, 2).to_sparse())
+    part.register_buffer("blank", torch.zeros(2, device="meta"))
+    given = {"rows": torch.ones(2, 2), "blank": torch.ones(2)}
+    assert name_of(part, given) is None
+    assert name_of(part, {name: value.to_sparse() for name, value in given.items()}) is None
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    optimizer.state[part.weight] = {"momentum_buffer": weight}
+    assert name_of(optimizer, {"state": {0: {"momentum_buffer": weight + 1}}}) == "other.weight"
+    assert name_of(optimizer, {"state": {1: {"momentum_buffer": weight + 1}}}) is None
+    assert name_of(optimizer, {"state": 5, "param_groups": {}}) is None
+
+
+def test_blocks_and_what_has_no_memory_yet_are_nobody_elses() -> None:
+    """What is filled of a part may be told from its memory alone where that is all of it."""
+    part = torch.nn.Linear(2, 2)
+    weight = part.weight.detach()
+    block = Block(Box((0, 0), (1, 2)), weight, (0, 0))
+    blank = Blank("blank", torch.empty(2, device="meta"), None)
+    fills = [Fill(0, weight, "rows", block=block), Fill(1, blank, "blank")]
+    beside = elsewhere_of(*fills).beside("x", {}, {}, range(0), {})
+    assert beside.name_of_double(part, {"weight": weight + 1}) is None
+
+
+def test_states_are_known_by_where_they_are_stored() -> None:
+    """In lists, tuples and dicts of whatever keys, at any depth."""
+    inner: dict[str, Any] = {"n": 1}
+    values: dict[str, Any] = {
+        "first": [5, {"n": 2}],
+        "more": ({"n": 3}, {4: inner}),
+        "new": {"n": 9},
+    }
+    tree = {
+        "first": [5, {"n": 2}],
+        "more": pairs("tuple", {"n": 3}, pairs("dict", [4, {"n": 1}])),
+    }
+    elsewhere, other = elsewhere_of(), object()
+    elsewhere.note("other", other, {"n": 1})
+    elsewhere.note("x", object(), tree)
+    beside = elsewhere.beside("x", values, tree, range(0), {})
+    parts: list[Any] = [object() for _ in range(4)]
+    states: list[Any] = [values["first"][1], values["more"][0], inner, values["new"]]
+    for number, (part, state) in enumerate(zip(parts, states, strict=True)):
+        beside.note(f"x.at.{number}", part, state)
+    found = [elsewhere.other(part) for part in parts]
+    assert [each and (each.fqn, each.node, each.place) for each in found] == [
+        ("x.first.1", {"n": 2}, "x.at.0"),
+        ("x.more.0", {"n": 3}, "x.at.1"),
+        ("x.more.1.4", {"n": 1}, "x.at.2"),
+        None,
+    ]
+    assert beside.name_of_double(other, inner) is None
+    assert beside.name_of_double(other, states[0]) == "other"

@@ -10,12 +10,17 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptio import TargetError, sync
+from ckptio.format.encode import TAG
+from ckptio.layout import Box
+from ckptio.state.fills import Blank, Fill
+from ckptio.state.landed import Landed
+from ckptio.state.sharded import Block
 from tests.rig import SMALL
 from tests.state.objects import loaded, net_of
 from tests.state.ranks import as_rank, load, mesh_of, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -131,3 +136,77 @@ def test_who_gives_some_names_has_it_said_what_is_missing(tmp_path: Path) -> Non
     trainer = Trained(both)
     with pytest.raises(TargetError, match="Missing key"):
         loaded(tmp_path, {"x": one, "t": Trained(one)}, {"x": both, "t": trainer})
+
+
+def tag_of_tensor(index: int) -> dict[str, Any]:
+    return {TAG: index}
+
+
+def landed_of(*fills: Fill, changed: Callable[[torch.Tensor], object] = lambda _: False) -> Landed:
+    return Landed(fills, changed)
+
+
+def blocks_of(stored: int, tensor: torch.Tensor, at: int) -> Iterator[Fill]:
+    """Give what fills two rows of a matrix of four, from `at` on, each as a block of its own."""
+    for row in range(2):
+        block = Block(Box((at + row, 0), (1, 2)), tensor, (row, 0))
+        yield Fill(stored, tensor, f"t{stored}", block=block)
+
+
+WHOLE = torch.arange(8.0).view(4, 2)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_blocks_are_compared_with_what_was_made_anew(at: int, *, turned: bool) -> None:
+    """Each with its own rows of it, whichever comes first; a shorter one is another."""
+    landed = landed_of(*blocks_of(0, WHOLE[at : at + 2].clone(), at))
+    nodes = [tag_of_tensor(0), tag_of_tensor(1)]
+    one, other = reversed(nodes) if turned else nodes
+    assert landed.are_alike(one, other, {1: WHOLE})
+    for row in range(4):
+        made = WHOLE.clone()
+        made[row] += 1
+        assert landed.are_alike(one, other, {1: made}) == (row not in (at, at + 1))
+    assert not landed.are_alike(one, other, {1: WHOLE[: at + 1]})
+    assert not landed.are_alike(one, other, {1: WHOLE[:, :1]})
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_blocks_that_are_here_of_both_are_compared(at: int) -> None:
+    """What this rank has of one alone tells nothing."""
+    for row in (0, 1):
+        mine = WHOLE[1:3].clone()
+        mine[row] += 1
+        fills = (*blocks_of(0, mine, 1), *blocks_of(1, WHOLE[at : at + 2].clone(), at))
+        is_here = at <= row + 1 < at + 2
+        assert landed_of(*fills).are_alike(tag_of_tensor(0), tag_of_tensor(1), {}) != is_here
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_what_was_written_to_since_tells_nothing(written: int) -> None:
+    """Either of the two."""
+    tensors = torch.zeros(2), torch.ones(2)
+    fills = [Fill(i, tensor, f"t{i}") for i, tensor in enumerate(tensors)]
+    nodes = tag_of_tensor(0), tag_of_tensor(1)
+    assert not landed_of(*fills).are_alike(*nodes, {})
+    asked = landed_of(*fills, changed=lambda tensor: tensor is tensors[written])
+    assert asked.are_alike(*nodes, {})
+
+
+def test_what_is_no_tensor_tells_nothing() -> None:
+    """Of values the trees are compared."""
+    landed = landed_of(Fill(0, WHOLE, "t0"))
+    assert landed.are_alike(5, tag_of_tensor(0), {})
+    assert landed.are_alike(tag_of_tensor(0), {TAG: "dict", "v": []}, {})
+
+
+def test_what_is_made_in_place_of_meta_is_compared_once_it_is_made() -> None:
+    """It is asked for by the memory that it has then."""
+    blank = Blank("t0", torch.empty(2, device="meta"), None)
+    asked: list[torch.Tensor] = []
+    landed = landed_of(Fill(0, blank, "t0"), changed=asked.append)
+    blank.value().fill_(1)
+    assert landed.are_alike(tag_of_tensor(0), tag_of_tensor(1), {1: torch.ones(2)})
+    assert not landed.are_alike(tag_of_tensor(0), tag_of_tensor(1), {1: torch.zeros(2)})
+    assert asked[0] is blank.value()
