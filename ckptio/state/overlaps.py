@@ -141,8 +141,6 @@ def _require_apart(
     for (start, stop, _), fill in spans:
         tensor = fill.tensor
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
-        if start == stop:
-            continue
         origin = _origin(fill, cuts)
         end, others, other = furthest.setdefault(tensor.device, (start, origin, fill))
         is_dense = stop - start == tensor.nbytes

@@ -15,9 +15,13 @@ from ckptio import Shard
 from ckptio.errors import TargetError
 from ckptio.events import LoadFinished
 from ckptio.format.manifest import TensorEntry
+from ckptio.layout import Box
+from ckptio.state import overlaps
+from ckptio.state.fills import Fill
 from ckptio.state.flatten import flatten
 from ckptio.state.overlaps import settle_overlaps
 from ckptio.state.rebuild import view_of
+from ckptio.state.sharded import Block
 from ckptio.state.target import Matcher
 from tests.strategies import assert_same
 
@@ -199,6 +203,19 @@ def test_tied_shards_take_the_first(apart: str) -> None:
     assert result.report.num_tensors == 1
     with pytest.raises(TargetError, match="cannot fill 'b' and 'a'"):
         ckptio.sync.load(apart, into={"a": shards["a"], "b": memory})
+
+
+def test_a_tensor_in_many_blocks_is_said_once_to_be_another() -> None:
+    """However many of them are left out."""
+    memory, notes = torch.zeros(4), list[str]()
+    blocks = [Block(Box((at,), (2,)), memory, (at,)) for at in (0, 2)]
+    fills = [
+        Fill(stored, memory, name, block=block)
+        for stored, name in enumerate("ab")
+        for block in blocks
+    ]
+    assert settle_overlaps(fills, notes) == fills[:2]
+    assert [note.partition(":")[0] for note in notes] == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -393,6 +410,126 @@ def test_views_of_a_tensor_that_lies_otherwise_are_filled(tmp_path: Path) -> Non
     report = ckptio.sync.load_with_report(path, into=target, strict="report").report
     assert not report.notes
     assert torch.equal(memory, rows)
+
+
+@pytest.mark.parametrize("steps", [(7, 1), (4, 1)])
+def test_steps_of_one_element_are_none(tmp_path: Path, steps: tuple[int, int]) -> None:
+    """A row of a matrix has the step of its rows, or any other."""
+    base = torch.arange(8.0)
+    ckptio.sync.save({"base": base, "row": base[2:6].view(1, 4)}, tmp_path / "c")
+    memory = torch.zeros(8)
+    target = {"base": memory, "row": memory.as_strided((1, 4), steps, 2)}
+    assert not ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+    assert torch.equal(memory, base)
+
+
+@pytest.mark.parametrize("steps", [(7, 1), (4, 1)])
+def test_a_row_of_other_steps_is_the_same_memory(apart: str, steps: tuple[int, int]) -> None:
+    """It is no other tensor that overlaps in part: the first of the two is loaded."""
+    memory = torch.zeros(4, 1)
+    target = {"a": memory.as_strided((1, 4), steps), "b": memory.view(1, 4)}
+    ckptio.sync.save({"a": torch.ones(1, 4), "b": torch.zeros(1, 4)}, f"{apart}/rows")
+    (note,) = ckptio.sync.load_with_report(f"{apart}/rows", into=target).report.notes
+    assert note.startswith("b: is one tensor with 'a' in the target")
+    assert torch.equal(memory, torch.ones(4, 1))
+
+
+def test_two_rows_that_lie_otherwise_than_they_were_saved_are_refused(tmp_path: Path) -> None:
+    """Their step matters, however few they are."""
+    base, memory = torch.arange(8.0), torch.zeros(8)
+    ckptio.sync.save({"base": base, "rows": base.as_strided((2, 2), (4, 1))}, tmp_path / "c")
+    with pytest.raises(TargetError, match="they share a part of their memory"):
+        ckptio.sync.load(tmp_path / "c", into={"base": memory, "rows": memory[:4].view(2, 2)})
+    assert not memory.any()
+
+
+def test_what_begins_where_another_ends_shares_nothing(tmp_path: Path) -> None:
+    """Whatever else of the target does share memory."""
+    ckptio.sync.save({"a": FLOATS, "tied": FLOATS, "b": FLOATS + 8}, tmp_path / "c")
+    memory = torch.zeros(16)
+    target = {"a": memory[:8], "tied": memory[:8], "b": memory[8:]}
+    assert not ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+    assert torch.equal(memory, torch.arange(16.0))
+
+
+def test_tensors_without_elements_are_never_one(tmp_path: Path) -> None:
+    """They have no memory, and torch gives that of all of them one address."""
+    saved = {"a": FLOATS, "tied": FLOATS, "none": torch.zeros(0), "no": torch.zeros(0)}
+    ckptio.sync.save(saved, tmp_path / "c")
+    memory = torch.zeros(8)
+    target = {"a": memory, "tied": memory, "none": memory[2:2], "no": memory[4:4]}
+    report = ckptio.sync.load_with_report(tmp_path / "c", into=target).report
+    assert not report.notes
+    assert report.num_tensors == len(saved)
+
+
+def test_a_dense_one_over_one_with_gaps_has_a_note(tmp_path: Path) -> None:
+    """Also where it begins behind it."""
+    ckptio.sync.save({"gaps": FLOATS, "dense": FLOATS[:4] + 8}, tmp_path / "c")
+    memory = torch.zeros(16)
+    target = {"gaps": memory[::2], "dense": memory[2:6]}
+    (note,) = ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+    assert note.startswith("dense: shares a part of its memory with 'gaps'")
+
+
+def test_of_dense_ones_those_that_one_with_gaps_lies_over_are_named(tmp_path: Path) -> None:
+    """Not those that end before; and the longest, however many shorter ones follow."""
+    base, memory = torch.arange(64.0), torch.zeros(64)
+    parts = {f"p{i}": slice(2 * i, 2 * i + 2) for i in range(20)}
+    saved = {"base": base, **{name: base[part] for name, part in parts.items()}}
+    saved["gaps"] = torch.zeros(8)
+    ckptio.sync.save(saved, tmp_path / "c")
+    target = {"base": memory, **{name: memory[part] for name, part in parts.items()}}
+    target["gaps"] = memory[40:56:2]
+    (note,) = ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+    assert note.startswith("gaps: shares a part of its memory with 'base'")
+
+
+def test_what_is_not_soon_found_to_share_memory_has_no_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether two have an element in common may take any time to find out."""
+    memory = torch.zeros(60)
+    target = {
+        "a": memory.as_strided((3, 3, 3), (2, 7, 20)),
+        "b": memory.as_strided((3, 3), (3, 11)),
+    }
+    saved = {"a": torch.ones(3, 3, 3), "b": torch.zeros(3, 3)}
+    ckptio.sync.save(saved, tmp_path / "c")
+    assert len(ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes) == 1
+    monkeypatch.setattr(overlaps, "_MAX_WORK", 1)
+    assert not ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+
+
+def test_views_whose_dimensions_lie_between_each_other_are_not_mixed_up(tmp_path: Path) -> None:
+    """One place is in two steps of the outer dimension: where both begin matters."""
+    base = torch.arange(32, dtype=torch.uint8)
+    saved = {"base": base, "a": base[:8].view(4, 2), "b": base[2:10].view(4, 2)}
+    ckptio.sync.save(saved, tmp_path / "c")
+    room = torch.zeros(64, dtype=torch.uint8)
+    for b, num_notes in ((6, 1), (3, 1), (1, 1), (13, 0)):
+        target = {"a": room.as_strided((4, 2), (2, 3)), "b": room.as_strided((4, 2), (2, 3), b)}
+        load = ckptio.sync.load_with_report(tmp_path / "c", into=target, strict="ignore")
+        assert len(load.report.notes) == num_notes, b
+
+
+def test_dimensions_that_make_one_are_one(tmp_path: Path) -> None:
+    """In steps of any width, here and there; nothing is said of what is the same either way."""
+    base, memory = torch.arange(40.0), torch.zeros(60)
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    shapes = (((2, 8), (10, 1)), ((2, 2, 4), (10, 4, 1)), ((2, 4, 2), (10, 2, 1)))
+
+    def views(of: torch.Tensor, step: int) -> dict[str, Any]:
+        return {
+            str(i): of.as_strided(shape, tuple(step * n for n in steps))
+            for i, (shape, steps) in enumerate(shapes)
+        }
+
+    ckptio.sync.save({"base": base, **views(base, 2)}, tmp_path / "c")
+    target = views(memory, 3)
+    report = ckptio.sync.load_with_report(tmp_path / "c", into=target, strict="ignore").report
+    assert not report.notes
+    assert torch.equal(target["1"], views(base, 2)["1"])
 
 
 def test_bytes_of_what_is_converted_are_refused(tmp_path: Path) -> None:
