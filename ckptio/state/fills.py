@@ -304,7 +304,7 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
     if not target.nbytes:
         return
     elements = tuple(stride / target.itemsize for stride in target.strides)
-    if target.size > 1 and _overlaps_itself(target.shape, elements):
+    if _overlaps_itself(target.shape, elements):
         raise TargetError(f"cannot fill {fqn!r}: its elements share memory; copy() it first")
 
 

@@ -11,6 +11,10 @@ import torch
 
 from ckptio import Shard, sync
 from ckptio.errors import MismatchError, TargetError
+from ckptio.format.encode import TAG
+from ckptio.format.manifest import TensorEntry
+from ckptio.state.fits import is_like, resized_like
+from ckptio.state.leaves import DTYPE_NAMES
 from tests.rig import SMALL
 from tests.state.objects import App, Best, Overriding, hook_before, loaded_both
 from tests.strategies import assert_same
@@ -316,3 +320,65 @@ def test_an_object_that_does_not_take_another_shape_is_named(tmp_path: Path) -> 
     sync.save({"x": Replay(4)}, tmp_path / "c", config=SMALL)
     with pytest.raises(TargetError, match=r"'x' does not take its state: .*must match the size"):
         sync.load(tmp_path / "c", {"x": Fixed(3)}, config=SMALL)
+
+
+INT, LONG = torch.int32, torch.int64
+HALF, SINGLE, BFLOAT = torch.float16, torch.float32, torch.bfloat16
+COMPLEX, TINY = torch.complex64, vars(torch)["float4_e2m1fn_x2"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "had", "num", "is_any", "converted", "expected"),
+    [
+        (SINGLE, HALF, 3, False, None, HALF),
+        (SINGLE, HALF, 0, False, None, HALF),
+        (SINGLE, HALF, 3, False, BFLOAT, HALF),
+        (SINGLE, HALF, 3, True, None, SINGLE),
+        (SINGLE, HALF, 0, True, None, SINGLE),
+        (SINGLE, HALF, 3, True, BFLOAT, BFLOAT),
+        (TINY, HALF, 3, True, BFLOAT, TINY),
+        (LONG, INT, 3, False, None, INT),
+        (LONG, INT, 3, True, BFLOAT, INT),
+        (LONG, INT, 0, False, None, LONG),
+        (LONG, SINGLE, 0, True, BFLOAT, LONG),
+        (LONG, SINGLE, 3, True, BFLOAT, SINGLE),
+        (SINGLE, LONG, 3, True, BFLOAT, LONG),
+        (SINGLE, LONG, 0, True, BFLOAT, SINGLE),
+        (COMPLEX, COMPLEX, 3, True, BFLOAT, COMPLEX),
+    ],
+)
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_what_is_made_for_another_shape_is_like_what_was_there(
+    stored: torch.dtype,
+    had: torch.dtype,
+    num: int,
+    converted: torch.dtype | None,
+    expected: torch.dtype,
+    *,
+    is_any: bool,
+    is_trained: bool,
+    is_parameter: bool,
+) -> None:
+    """Of its type; of the stored one where it has no elements, or says itself what it takes."""
+    is_trained = is_trained and (had.is_floating_point or had.is_complex)
+    target = torch.zeros(num, dtype=had).requires_grad_(is_trained)
+    if is_parameter:
+        target = torch.nn.Parameter(target, is_trained)
+    entries = (TensorEntry("x", DTYPE_NAMES[stored], (2, 4), ()),)
+    like = resized_like(entries, {TAG: 0}, target, is_any=is_any, converted=converted)
+    assert like is not None
+    assert like.is_meta
+    assert (like.shape, like.dtype) == ((2, 4), expected)
+    has_gradient = expected.is_floating_point or expected.is_complex
+    assert like.requires_grad == (is_trained and has_gradient)
+    assert type(like) is type(target)
+    assert resized_like(entries, [1], target, is_any=is_any, converted=converted) is None
+
+
+def test_a_tensor_is_like_a_stored_one_in_shape_and_type() -> None:
+    """Both of them."""
+    entry = TensorEntry("x", "float32", (2, 3), ())
+    assert is_like(entry, torch.zeros(2, 3))
+    assert not is_like(entry, torch.zeros(3, 2))
+    assert not is_like(entry, torch.zeros(2, 3, dtype=torch.float64))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import random
 from collections import Counter, OrderedDict, UserDict, deque
@@ -11,12 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from ckptio.errors import TargetError
+from ckptio import PerRank, Shard
+from ckptio.errors import FormatError, TargetError
+from ckptio.format.encode import TAG
 from ckptio.format.manifest import TensorEntry
-from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import check_fillable
+from ckptio.state.fills import check_array, check_fillable, classes_in
+from ckptio.state.fits import is_filled
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
@@ -568,6 +572,49 @@ def test_a_target_whose_elements_share_memory_is_refused(steps: tuple[int, int])
             match_of(saved, {"x": target})
 
 
+class Plain(torch.Tensor):
+    """A tensor with methods of its own."""
+
+
+@given(
+    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=3),
+    itemsize=st.sampled_from([1, 2, 4]),
+)
+@example([(3, 2), (2, 3)], 1)
+@example([(2, 6), (2, 2)], 4)
+@example([(2, 5), (2, 9)], 4)
+@example([(4, 2), (4, 7)], 2)
+@example([(1, 0)], 4)
+def test_of_strides_those_that_share_memory_are_refused(
+    dims: list[tuple[int, int]], itemsize: int
+) -> None:
+    """In bytes, of any width, forwards and backwards: as many as all elements have, or not."""
+    shape, strides = [n for n, _ in dims], [stride for _, stride in dims]
+    array = np.ndarray(shape, f"V{itemsize}", np.zeros(256, np.uint8), 0, strides)
+    starts = itertools.product(*([i * stride for i in range(n)] for n, stride in dims))
+    places = [sum(start) + byte for start in starts for byte in range(itemsize)]
+    for target in (array, np.flip(array)):
+        if len(set(places)) == len(places):
+            check_array("x", target)
+            continue
+        with pytest.raises(TargetError, match="its elements share memory"):
+            check_array("x", target)
+
+
+def test_what_has_no_elements_shares_no_memory() -> None:
+    """However it was made: an expansion has steps of none."""
+    target = zeros(0, 1).expand(0, 3)
+    for each in (target, target.as_subclass(Plain)):
+        assert match_of({"x": zeros(0, 3)}, {"x": each}).agrees
+
+
+def test_classes_are_found_in_every_container() -> None:
+    """A checkpoint may name them, as the target has them."""
+    for kind in (list, tuple, set, frozenset):
+        assert list(classes_in({"a": kind([1, Color.RED])})) == [Color]
+    assert list(classes_in({Color.RED: Point(1, Settings(2))})) == [Color, Point, Settings]
+
+
 def test_elements_that_no_memory_would_hold_are_not_counted() -> None:
     """What is more than there are places shares some; an expansion may be of any size."""
     with pytest.raises(TargetError, match="share memory"):
@@ -939,3 +986,191 @@ def test_the_extra_state_of_a_module_may_be_a_tensor_of_any_shape() -> None:
     match, _ = matched(saved.state_dict(), module)
     assert match.agrees
     assert module[0].kept.shape == (12,)
+
+
+def tree_match(tree: Any, target: Any, *entries: TensorEntry) -> Match:
+    """Match a target with a tree that nobody saved."""
+    matcher = Matcher(entries)
+    matcher.merge("", target, tree)
+    return matcher.match
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        {"s": [5], "r": [1], "o": 0},
+        {"s": [4], "r": [2], "o": 0},
+        {"s": [4], "r": [1], "o": 4},
+        {"s": [4], "r": [1], "o": 1},
+        {"s": [4], "r": [-1], "o": 12},
+        {"s": [4], "r": [], "o": 0},
+    ],
+)
+def test_a_view_that_ends_outside_of_its_tensor_is_refused(view: dict[str, Any]) -> None:
+    """Before anything looks at what is there."""
+    node = {TAG: "view", "t": 0, "d": "float32", **view}
+    entry = TensorEntry("x", "float32", (4,), ())
+    with pytest.raises(FormatError, match="view"):
+        tree_match({"x": node}, {"x": zeros(*view["s"])}, entry)
+
+
+def test_equal_keys_of_a_manifest_are_refused() -> None:
+    """One of the two would be taken for what a target has, without a word."""
+    node = {TAG: "dict", "v": [[1, 5], [1, 6]]}
+    with pytest.raises(FormatError, match="two equal keys in the dict at 'x'"):
+        tree_match({"x": node}, {"x": {1: 0}})
+
+
+def test_a_key_that_no_text_file_can_hold_is_found() -> None:
+    """Half of a pair of surrogates is kept as its bytes."""
+    match, result = matched({"\ud800": 1, "é": 2}, {"\ud800": 0, "é": 0})
+    assert match.agrees
+    assert result == {"\ud800": 1, "é": 2}
+
+
+def test_a_number_takes_its_digits_where_nobody_else_does() -> None:
+    """Other programs store an optimizer's numbers as strings; here, both may be keys."""
+    match, result = matched({"5": "text"}, {5: ""})
+    assert match.agrees
+    assert result == {5: "text"}
+    match, result = matched({"5": "text"}, {5: "", "5": ""})
+    assert match.missing == ["5"]
+    assert result == {5: "", "5": "text"}
+
+
+@pytest.mark.parametrize("key", [True, 1.0, b"1", None])
+def test_what_is_no_number_takes_no_digits(key: Any) -> None:
+    """Though it is equal to a number."""
+    assert match_of({"1": "text"}, {key: ""}).missing
+
+
+def test_a_dataclass_takes_no_dict_of_other_keys() -> None:
+    """Some of which are names."""
+    match = match_of({"p": {"x": 1, "y": 2, 3: 4}}, {"p": Settings(1, zeros(2))})
+    assert match.mismatched
+
+
+class Named(NamedTuple):
+    """Fields, two of them."""
+
+    a: Any
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("item", "is_alone", "is_placed"),
+    [
+        (5, False, False),
+        ("text", False, False),
+        (zeros(1), True, True),
+        (np.zeros(1), True, True),
+        (PerRank(5), True, True),
+        (Shard(zeros(1), (2,), (0,)), True, True),
+        ({}, False, True),
+        ({"a": {"b": 1}}, False, True),
+        ({"a": 1, "b": {"c": zeros(1)}}, True, True),
+        ([], False, False),
+        ([[1], {}], False, True),
+        ([1, [zeros(1)]], True, True),
+        ((), False, False),
+        ((1, {}), False, True),
+        ((1, zeros(1)), True, True),
+        (Named(1, [2]), False, True),
+        (Named(1, [zeros(1)]), True, True),
+        (Point(1, 2), False, True),
+        (Settings(1, [2]), False, True),
+        (Settings(1, [zeros(1)]), True, True),
+        (Settings, False, False),
+    ],
+    ids=repr,
+)
+def test_what_of_a_list_is_filled(item: Any, *, is_alone: bool, is_placed: bool) -> None:
+    """Tensors, at any depth; and what somebody may have, where each item has its place."""
+    assert is_filled(item, by_place=False) == is_alone
+    assert is_filled(item, by_place=True) == is_placed
+
+
+def test_what_comes_behind_an_object_is_made_on_the_device() -> None:
+    """The tensors that an object is given alone are made in the host's memory."""
+    weight = zeros(2)
+    saved = {"a": weight + 1, "opt": {"step": zeros(1), "n": {"m": zeros(3)}}, "b": weight + 2}
+
+    class Taking:
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": None, "n": Taking.Inner()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            vars(self).update(state)
+
+        class Inner:
+            def state_dict(self) -> dict[str, Any]:
+                return {"m": None}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                vars(self).update(state)
+
+    target = {"a": None, "opt": Taking(), "b": None}
+    match = match_of(saved, target, device=torch.device("cuda"))
+    names = [s.name for s in flatten(saved).specs]
+    assert {names[index] for index in match.fresh} == set(names)
+    assert {names[index] for index in match.on_host} == {"opt.step", "opt.n.m"}
+
+
+def test_new_keys_of_any_kind_are_taken() -> None:
+    """Some of them plain, others not."""
+    saved = {"d": {"a": 1, (1, 2): 2, b"x": 3}}
+    match, result = matched(saved, {"d": None})
+    assert match.agrees
+    assert result == saved
+    match, result = matched({"d": [{"a": 1, (1, 2): 2}]}, {"d": [{}]})
+    assert result == {"d": [{"a": 1, (1, 2): 2}]}
+
+
+class Custom(torch.nn.Linear):
+    """A module that gives its state in its own way, so that nobody knows what is in it."""
+
+    def state_dict(self, **options: Any) -> Any:
+        return {"only": super().state_dict(**options)}
+
+
+def net_of(part: torch.nn.Module) -> torch.nn.Module:
+    """Give a module of two levels, with a part of it that is absent."""
+    net = torch.nn.Sequential()
+    net.inner = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), part)
+    net.last = torch.nn.Linear(2, 2)
+    net.register_module("absent", None)
+    net.register_buffer("scratch", zeros(1), persistent=False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("part", "select", "missing"),
+    [
+        (torch.nn.ReLU(), "net.*", ["inner.0.weight", "last.weight", "last.bias"]),
+        (torch.nn.Linear(1, 1), "*bias", ["inner.1.bias", "last.bias"]),
+        (torch.nn.Linear(1, 1), "net", [""]),
+        (Custom(1, 1), "*bias", ["inner.1.bias", "last.bias"]),
+    ],
+)
+def test_what_is_selected_of_a_module_that_is_absent_is_missing(
+    part: torch.nn.Module, select: str, missing: list[str]
+) -> None:
+    """Its parameters, at any depth; not those that it does not have, or does not store."""
+    match = match_of({"x": 1}, {"x": 0, "net": net_of(part)}, [select])
+    assert match.missing == [f"net.{name}".rstrip(".") for name in missing]
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        (net_of(torch.nn.ReLU()), []),
+        (torch.nn.ReLU(), ["net"]),
+        (net_of(Custom(1, 1)), ["net"]),
+    ],
+)
+def test_the_name_of_an_absent_module_says_nothing_of_what_is_in_it(
+    module: torch.nn.Module, missing: list[str]
+) -> None:
+    """Unless it has nothing, or nobody knows what."""
+    match = match_of({"x": 1}, {"x": 0, "net": module}, lambda name: name == "net")
+    assert match.missing == missing
