@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from ckptio import MismatchError, Shard, TargetError, UnsupportedLeafError, sync
+from ckptio.format.encode import TAG
 from ckptio.state.flatten import flatten
+from ckptio.state.numbered import numbered, numbered_below
 from ckptio.state.optimizers import _ELEMENTWISE
 from tests.rig import SMALL
 from tests.state.optimizers import NAMES, fresh, stepped
@@ -334,3 +336,53 @@ def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
     sync.save({"data": {"train": {"a": torch.ones(1)}}}, tmp_path / "c", config=SMALL)
     with pytest.raises(TargetError, match=r"'data\.train'.*fails: AttributeError.*no part"):
         sync.load(tmp_path / "c", {"data": {"train": Fails()}}, config=SMALL)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {},
+        {"state": 5},
+        {"state": [1]},
+        {"state": {}},
+        {"state": {"0": 1, "weight": 2}},
+        {"state": {"weight": 2}},
+        {"state": {"00": 1}},
+        {"state": {TAG: "dict", "v": [[0, 1]]}},
+        {TAG: "dict", "v": [["state", {"0": 1}]]},
+        {TAG: "dict", "state": {"0": 1}},
+    ],
+)
+def test_what_has_other_keys_than_numbers_stays_as_it_is(node: dict[str, Any]) -> None:
+    """A state by names, or one of which the keys are numbers already."""
+    assert numbered(node) is node
+
+
+def test_digits_become_numbers_where_the_groups_list_them() -> None:
+    """At any depth; not a dict that is called so, with keys of its own."""
+    state = {
+        "state": {"0": {"step": 1}, "2": {}},
+        "param_groups": [{"params": [0]}, {"params": [2]}],
+    }
+    made = {**state, "state": {TAG: "dict", "v": [[0, {"step": 1}], [2, {}]]}}
+    assert numbered(state) == made
+    assert numbered_below({"a": [state, {"b": state}], "c": 1}) == {
+        "a": [made, {"b": made}],
+        "c": 1,
+    }
+    assert numbered_below({TAG: "tuple", "v": [state]}) == {TAG: "tuple", "v": [state]}
+    groups: list[Any] = [
+        5,
+        [],
+        [5],
+        [{"params": [0, 2]}, 5],
+        [{"lr": 1}],
+        [{"params": [0]}],
+        [{"params": ["0", "2"]}],
+        [{"params": [0, 2, None]}],
+        [{"params": {"0": 2}}],
+        [{"params": "02"}],
+    ]
+    for each in groups:
+        other = {**state, "param_groups": each}
+        assert numbered_below(other) == other
