@@ -360,3 +360,20 @@ def test_a_tuple_that_is_no_named_one_has_no_form(names: object) -> None:
     kind = type("Pair", (tuple,), {"_fields": names})
     with pytest.raises(UnsupportedLeafError, match=r"'x\.0'.* no portable form"):
         flatten({"x": [kind((1, 2))]})
+
+
+RECORDS = np.zeros(4, dtype=[("a", "u1"), ("b", "<f4")])
+RECORDS["b"] = np.arange(4)
+GRID = np.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [RECORDS["b"], RECORDS["b"][1:], GRID[::-1], GRID[:, ::-1], GRID[::-1, 1:4], GRID[1:, 4:1:-2]],
+    ids=["field", "part of a field", "rows back", "columns back", "part", "steps back"],
+)
+def test_arrays_of_strides_that_no_tensor_has_are_stored(array: np.ndarray[Any, Any]) -> None:
+    """Backwards, or by bytes that are no whole elements."""
+    flat = flatten({"x": array})
+    (source,) = flat.sources
+    assert source.contiguous().view(torch.uint8).numpy().tobytes() == array.tobytes()
