@@ -73,7 +73,7 @@ def test_tensors_are_filled_and_other_values_replaced() -> None:
     assert (result["step"], result["name"], more[1]) == (7, "x", 5)
 
 
-class Named(dict[str, Any]):
+class OwnDict(dict[str, Any]):
     """A dict of a class of the caller's."""
 
 
@@ -241,7 +241,7 @@ def test_an_empty_dict_of_either_kind_takes_an_empty_one(kind: type, saved: Any)
 def test_an_empty_dict_takes_nothing_at_the_top_or_of_a_class_of_its_own() -> None:
     """What is there has no place in them, and is listed."""
     assert match_of({"a": 1}, {}).unexpected == ["a"]
-    assert match_of({"a": {"x": 1}}, {"a": Named()}).unexpected == ["a.x"]
+    assert match_of({"a": {"x": 1}}, {"a": OwnDict()}).unexpected == ["a.x"]
 
 
 def test_an_empty_dict_takes_no_tensors() -> None:
