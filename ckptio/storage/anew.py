@@ -8,6 +8,7 @@ costs two system calls, and only for what is not found.
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,6 +39,8 @@ def found_anew(ask: Callable[[str], T], path: str) -> T:
     """
     try:
         return ask(path)
-    except FileNotFoundError:
-        look_anew(path)
-        return ask(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+    look_anew(path)
+    return ask(path)

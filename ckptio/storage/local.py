@@ -126,15 +126,18 @@ class LocalStorage:
 
     def _version(self) -> tuple[int, ...]:
         try:
-            fd = found_anew(self._open_file, self._manifest)
-            try:
-                return _version_of(os.fstat(fd))
-            finally:
-                self._files.close(fd)
+            return _version_of(found_anew(self._status, self._manifest))
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFoundError(self._path) from None
         except OSError as error:
-            raise storage_error(error, self._manifest, "cannot look at the manifest") from error
+            raise self._failure(error, self._manifest, "cannot look at the manifest") from error
+
+    def _status(self, path: str) -> os.stat_result:
+        fd = self._open_file(path)
+        try:
+            return os.fstat(fd)
+        finally:
+            self._files.close(fd)
 
     async def read_manifest(self) -> tuple[tuple[int, ...], bytes]:
         """Read the manifest, and the stat of the very file that was read."""
@@ -152,7 +155,7 @@ class LocalStorage:
             except FileNotFoundError:
                 continue  # it was replaced just then, or it is not whole
             except OSError as error:
-                raise storage_error(error, self._path, "cannot read the manifest") from error
+                raise self._failure(error, self._path, "cannot read the manifest") from error
             except FormatError as error:
                 raise type(error)(f"{self._path!r}: {error}") from None
             return version, manifest
@@ -175,13 +178,13 @@ class LocalStorage:
             except OSError as error:
                 if error.errno == errno.EFBIG:
                     raise FormatError(f"{self._manifest!r}: {error.strerror}") from None
-                raise storage_error(error, self._manifest, "cannot read the manifest") from error
+                raise self._failure(error, self._manifest, "cannot read the manifest") from error
             try:
                 return follow_pointer(self._files, self._path, commit)[0]
             except FileNotFoundError:
                 continue  # it was replaced just then, or it is not whole
             except OSError as error:
-                raise storage_error(error, self._path, "cannot read the manifest") from error
+                raise self._failure(error, self._path, "cannot read the manifest") from error
             except FormatError as error:
                 raise type(error)(f"{self._path!r}: {error}") from None
         raise FormatError(f"{self._path!r}: the manifest points to what is not there")
@@ -205,9 +208,7 @@ class LocalStorage:
             hint = await run_blocking(self._executor, _hint, self._path)
             raise CheckpointNotFoundError(self._path, hint) from None
         except OSError as error:
-            if error.errno == errno.ESTALE:
-                raise CheckpointChangedError(self._path) from None
-            raise storage_error(error, self._manifest, "cannot read the manifest") from error
+            raise self._failure(error, self._manifest, "cannot read the manifest") from error
 
     async def find_below(self) -> str:
         """Nothing: `read_manifest` says it; see `interface.Storage`."""
@@ -221,21 +222,13 @@ class LocalStorage:
         return await run_blocking(self._executor, lambda: [self._size(name) for name in names])
 
     def _size(self, name: str) -> int | None:
+        path = self._join(name)
         try:
-            fd = found_anew(self._open_file, self._join(name))
+            return found_anew(self._status, path).st_size
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE, *NO_FILE):
                 return None
-            raise storage_error(error, self._join(name), "cannot open a data file") from error
-        try:
-            try:
-                return os.fstat(fd).st_size
-            finally:
-                self._files.close(fd)
-        except OSError as error:  # a server's
-            if error.errno == errno.ESTALE:
-                return None
-            raise storage_error(error, self._join(name), "cannot look at a data file") from error
+            raise storage_error(error, path, "cannot look at a data file") from error
 
     async def open(self, name: str, nbytes: int) -> BlockReader:
         """Open a data file; see `interface.Storage`."""
@@ -258,9 +251,9 @@ class LocalStorage:
         try:
             return BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
+            if error.errno == errno.ENOENT:
                 raise CheckpointChangedError(self._path) from None
-            raise storage_error(error, path, "cannot open a data file") from error
+            raise self._failure(error, path, "cannot open a data file") from error
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
         """Look into the page cache; see `interface.Storage`. False before Linux 6.5."""
@@ -344,6 +337,12 @@ class LocalStorage:
     @property
     def _manifest(self) -> str:
         return self._join(MANIFEST_NAME)
+
+    def _failure(self, error: OSError, path: str, doing: str) -> StorageError:
+        """Say what failed; a handle is stale where another host replaced or removed a file."""
+        if error.errno == errno.ESTALE:
+            return CheckpointChangedError(self._path)
+        return storage_error(error, path, doing)
 
     def _open_file(self, path: str) -> int:
         return self._files.open(path, direct=False)

@@ -176,11 +176,32 @@ async def test_what_another_host_removed_is_no_other_error(
         assert caught.value.filename == str(tmp_path / "c")
         stale[:] = ["open"]
         assert await storage.sizes([name]) == [None]
-        for read in (storage.read_manifest, functools.partial(storage.open, name, 5000)):
+        for look in (storage.version, storage.read_manifest, storage.peek_manifest):
             with pytest.raises(CheckpointChangedError):
-                await read()
+                await look()
+        with pytest.raises(CheckpointChangedError):
+            await storage.open(name, 5000)
         stale[:] = ["close"]
         assert await storage.sizes([name]) == [None]
     finally:
         stale.clear()
         reader.close()
+
+
+@pytest.mark.parametrize("kind", ["open", "close"])
+async def test_a_manifest_that_is_replaced_as_it_is_looked_at_is_looked_at_once_more(
+    kind: str, tmp_path: Path, executor: Executor
+) -> None:
+    """The handle that a client has is stale then, once."""
+    failed: list[str] = []
+
+    def fault(operation: Operation) -> None:
+        if operation.kind == kind and not failed:
+            failed.append(kind)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, OLD)
+    expected = await storage.version()
+    assert await storage_at(tmp_path / "c", executor, RecordingFiles(fault)).version() == expected
+    assert failed

@@ -736,7 +736,7 @@ async def test_a_manifest_that_cannot_be_read_now_is_no_damage(
         with pytest.raises(StorageError, match="cannot read the manifest") as caught:
             await read()
         assert caught.value.errno == errno.EIO
-    with pytest.raises(StorageError, match="cannot open a data file") as caught:
+    with pytest.raises(StorageError, match="cannot look at a data file") as caught:
         await storage.sizes(list(OLD))
     assert caught.value.errno == errno.EIO
     with pytest.raises(StorageError, match="cannot open a data file") as caught:
