@@ -10,6 +10,7 @@ beside the targets is the pool, whatever the size of the state.
 from __future__ import annotations
 
 import collections
+import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,13 @@ from ckptio.engine.context import MAX_OPEN_FILES, num_cached_lanes, settle
 from ckptio.engine.landing import bring
 from ckptio.engine.lanes import Gate, Lanes, have_read, lend, open_each, read_in_lane
 from ckptio.engine.sources import opened
-from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError, StateError
+from ckptio.errors import (
+    CheckpointChangedError,
+    ConfigError,
+    CorruptionError,
+    StateError,
+    StorageError,
+)
 from ckptio.events import LoadStarted
 from ckptio.plan.load import plan_load
 from ckptio.storage.streams import AwaitedSource
@@ -73,9 +80,7 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
         raise
     if any(size != entry.nbytes for entry, size in zip(entries, sizes, strict=True)):
         # a checkpoint that was overwritten since looks just like a damaged one
-        now = await context.cache.get(reading.storage, fresh=True)
-        if now.save_id != reading.manifest.save_id:
-            raise CheckpointChangedError(reading.storage.path)
+        await _require_same(reading, context)
     whole = set()
     for index, entry, size in zip(files, entries, sizes, strict=True):
         if size == entry.nbytes:
@@ -96,13 +101,26 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
     return whole
 
 
+async def _require_same(reading: Reading, context: EngineContext) -> None:
+    """Look whether what is read is what stands there now.
+
+    Raises:
+        CheckpointChangedError: It was overwritten.
+        StorageError: It cannot be looked at; or, `CheckpointNotFoundError`, it was removed.
+    """
+    now = await context.cache.get(reading.storage, fresh=True)
+    if now.save_id != reading.manifest.save_id:
+        raise CheckpointChangedError(reading.storage.path)
+
+
 async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) -> None:
     """Read, verify and land every range of a plan.
 
     Raises:
         CorruptionError: A block does not have its checksum, and nobody collects.
         CheckpointChangedError: A file went away meanwhile.
-        StorageError: The first failure of any part; the others are cancelled and awaited.
+        StorageError: The first failure of any part; the others are cancelled and awaited. Or, as
+            `CheckpointNotFoundError`, that it was removed, where a server said a file is stale.
         StateError: Somebody cancelled a part of it, and not the whole.
     """
     total, before = plan.nbytes, reading.read_nbytes
@@ -126,6 +144,10 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
                 )
     except CheckpointChangedError:
         context.cache.forget(reading.storage)  # what is trusted for a while misleads
+        raise
+    except StorageError as error:
+        if error.errno == errno.ESTALE:  # so NFS calls what another host removed, and a lost mount
+            await _require_same(reading, context)
         raise
     if reading.read_nbytes - before < total:  # groups take a cancelled task for a success
         raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")

@@ -3,7 +3,7 @@
 For up to a minute (`acdirmax`), a client keeps that a directory lacks a name, and what another
 host has made there meanwhile is not seen. Opening a directory makes the client ask the server
 (close-to-open consistency, nfs(5)), and drop what is no longer so. Where that is not needed, it
-costs two system calls, and only for what is not found.
+costs three system calls, and only for what is not found.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ckptio.config import PAGE_NBYTES, MiB
-from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
+from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import linux
 from ckptio.storage.freeing import with_room
 from ckptio.storage.lending import Lender
@@ -343,8 +343,6 @@ class BlockReader:
                     return
             self._read(self._fd, offset, room[:nbytes], nbytes)
         except OSError as error:
-            if error.errno == errno.ESTALE:  # of NFS: another host removed it
-                raise CheckpointChangedError(os.path.dirname(self._path)) from None
             raise storage_error(error, self._path, f"cannot read at byte {offset}") from error
 
     def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Lent | None]:

@@ -2,7 +2,8 @@
 
 A run has thousands of steps, and every call may be a round trip to a server. So a listing says
 of what kind things are (most file systems know; Python asks where they do not), and one stat
-tells of each directory whether it has a manifest. Whoever wants to know of a few looks at these.
+tells of each directory whether it has a manifest; where it has none, `storage.anew` looks once
+more. Whoever wants to know of a few looks at these.
 
 A link counts as what it leads to, unless that is here, too, under another name that counts.
 What nobody can tell is an error, never taken for not being there.

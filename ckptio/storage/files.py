@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.format.manifest import MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
-from ckptio.storage import linux, locks
-from ckptio.storage.anew import found_anew
+from ckptio.storage import anew, linux, locks
 
 if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
@@ -90,13 +89,14 @@ class PosixFiles:
             direct: Past the page cache.
             writable: For writing too, which locks want on some mounts.
         """
-        flags = (
-            (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
-        fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
+        fd = os.open(path, flags | (os.O_RDWR if writable else os.O_RDONLY))
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)  # noqa: TRY301  # it is closed alike
+        except OSError:
             os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise
         return fd
 
     def close(self, fd: int) -> None:
@@ -274,7 +274,7 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
     Raises:
         OSError: It cannot be read, or is larger than the limit.
     """
-    fd = found_anew(lambda path: files.open(path, direct=False), path)
+    fd = anew.found_anew(lambda path: files.open(path, direct=False), path)
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > limit_nbytes:

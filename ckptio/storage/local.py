@@ -130,7 +130,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFoundError(self._path) from None
         except OSError as error:
-            raise self._failure(error, self._manifest, "cannot look at the manifest") from error
+            raise storage_error(error, self._manifest, "cannot look at the manifest") from error
 
     def _status(self, path: str) -> os.stat_result:
         fd = self._open_file(path)
@@ -142,8 +142,13 @@ class LocalStorage:
     async def read_manifest(self) -> tuple[tuple[int, ...], bytes]:
         """Read the manifest, and the stat of the very file that was read."""
         missing = ""
-        for _ in range(_MAX_FOLLOWING):
-            version, commit = await shielded(self._read_commit())
+        for tries_left in reversed(range(_MAX_FOLLOWING)):
+            try:
+                version, commit = await shielded(self._read_commit())
+            except StorageError as error:
+                if error.errno != errno.ESTALE or not tries_left:
+                    raise
+                continue  # a server says so of what was replaced as it was read
             try:
                 pointer = decode_pointer(commit)
                 if pointer is None:
@@ -155,7 +160,7 @@ class LocalStorage:
             except FileNotFoundError:
                 continue  # it was replaced just then, or it is not whole
             except OSError as error:
-                raise self._failure(error, self._path, "cannot read the manifest") from error
+                raise storage_error(error, self._path, "cannot read the manifest") from error
             except FormatError as error:
                 raise type(error)(f"{self._path!r}: {error}") from None
             return version, manifest
@@ -178,13 +183,13 @@ class LocalStorage:
             except OSError as error:
                 if error.errno == errno.EFBIG:
                     raise FormatError(f"{self._manifest!r}: {error.strerror}") from None
-                raise self._failure(error, self._manifest, "cannot read the manifest") from error
+                raise storage_error(error, self._manifest, "cannot read the manifest") from error
             try:
                 return follow_pointer(self._files, self._path, commit)[0]
             except FileNotFoundError:
                 continue  # it was replaced just then, or it is not whole
             except OSError as error:
-                raise self._failure(error, self._path, "cannot read the manifest") from error
+                raise storage_error(error, self._path, "cannot read the manifest") from error
             except FormatError as error:
                 raise type(error)(f"{self._path!r}: {error}") from None
         raise FormatError(f"{self._path!r}: the manifest points to what is not there")
@@ -208,7 +213,7 @@ class LocalStorage:
             hint = await run_blocking(self._executor, _hint, self._path)
             raise CheckpointNotFoundError(self._path, hint) from None
         except OSError as error:
-            raise self._failure(error, self._manifest, "cannot read the manifest") from error
+            raise storage_error(error, self._manifest, "cannot read the manifest") from error
 
     async def find_below(self) -> str:
         """Nothing: `read_manifest` says it; see `interface.Storage`."""
@@ -250,10 +255,10 @@ class LocalStorage:
         direct = self._config.direct_io == "auto"
         try:
             return BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct)
+        except FileNotFoundError:
+            raise CheckpointChangedError(self._path) from None
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise CheckpointChangedError(self._path) from None
-            raise self._failure(error, path, "cannot open a data file") from error
+            raise storage_error(error, path, "cannot open a data file") from error
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
         """Look into the page cache; see `interface.Storage`. False before Linux 6.5."""
@@ -337,12 +342,6 @@ class LocalStorage:
     @property
     def _manifest(self) -> str:
         return self._join(MANIFEST_NAME)
-
-    def _failure(self, error: OSError, path: str, doing: str) -> StorageError:
-        """Say what failed; a handle is stale where another host replaced or removed a file."""
-        if error.errno == errno.ESTALE:
-            return CheckpointChangedError(self._path)
-        return storage_error(error, path, doing)
 
     def _open_file(self, path: str) -> int:
         return self._files.open(path, direct=False)

@@ -5,18 +5,28 @@ The real thing is in tests/stress/test_nfs.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError
+from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, StorageError
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles
-from tests.rig import SAVE_IDS, SMALL, contents_of, write_files
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    FilesCore,
+    config_with,
+    contents_of,
+    engine_on,
+    write_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -156,36 +166,83 @@ async def test_a_link_that_another_host_moved_is_followed(
         assert found == str(tmp_path / "step-2")
 
 
-async def test_what_another_host_removed_is_no_other_error(
-    tmp_path: Path, executor: Executor
+@pytest.mark.parametrize("kind", ["open", "pread"])
+@pytest.mark.parametrize("meanwhile", ["replaced", "removed", "nothing"])
+async def test_what_another_host_did_to_a_checkpoint_that_is_read_is_told(
+    kind: str, meanwhile: str, tmp_path: Path
 ) -> None:
-    """A server says of it that its handle is stale, as it is opened, looked at, or read."""
-    stale: list[str] = []
+    """A server says only that a handle is stale; so it does where a whole mount is lost."""
+    path = tmp_path / "c"
+    states = [{"t": torch.full((50_000,), float(number))} for number in range(2)]
+    failed: list[str] = []
+    is_ready = False
 
     def fault(operation: Operation) -> None:
-        if operation.kind in stale:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+        if not is_ready or operation.kind != kind or not operation.path.endswith(".safetensors"):
+            return
+        if kind == "open" and not failed:  # its size is looked at
+            failed.append("")
+            return
+        with contextlib.suppress(FileNotFoundError):  # another thread did it
+            if meanwhile == "replaced":
+                (tmp_path / "other" / "manifest.json").rename(path / "manifest.json")
+            elif meanwhile == "removed":
+                (path / "manifest.json").unlink()
+        failed.append(kind)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
 
-    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
-    storage, name = storage_at(tmp_path / "c", executor, RecordingFiles(fault)), next(iter(OLD))
-    reader = await storage.open(name, 5000)
-    try:
-        stale.append("pread")
-        with pytest.raises(CheckpointChangedError) as caught:
-            reader.pread_into(0, memoryview(bytearray(8192)), 5000)
-        assert caught.value.filename == str(tmp_path / "c")
-        stale[:] = ["open"]
-        assert await storage.sizes([name]) == [None]
-        for look in (storage.version, storage.read_manifest, storage.peek_manifest):
-            with pytest.raises(CheckpointChangedError):
-                await look()
-        with pytest.raises(CheckpointChangedError):
-            await storage.open(name, 5000)
-        stale[:] = ["close"]
-        assert await storage.sizes([name]) == [None]
-    finally:
-        stale.clear()
-        reader.close()
+    core = FilesCore(config_with(), None, RecordingFiles(fault))
+    async with engine_on(core) as engine:
+        for name, state in zip(("c", "other"), states, strict=True):
+            await engine.save(state, tmp_path / name)
+        is_ready = True
+        with pytest.raises(StorageError) as caught:
+            await engine.load(path)
+    kinds = {"replaced": CheckpointChangedError, "removed": CheckpointNotFoundError}
+    assert type(caught.value) is kinds.get(meanwhile, StorageError)
+    assert caught.value.errno == (errno.ENOENT if meanwhile == "removed" else errno.ESTALE)
+
+
+async def test_a_stale_handle_of_a_data_file_is_none_of_a_file_that_is_there(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for its size looks then whether the checkpoint is still the same."""
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, OLD)
+    real, opened = os.fstat, 0
+
+    def stale(fd: int) -> os.stat_result:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            nonlocal opened
+            opened += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", stale)
+    assert await storage.sizes(list(OLD)) == [None, None]
+    assert opened == 4
+
+
+async def test_a_manifest_that_is_replaced_as_it_is_read_is_read_once_more(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that is lost is no endless matter: then the server's error is told."""
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, OLD)
+    expected, real = await storage.read_manifest(), LocalStorage._read_commit
+    stale = [True]
+
+    async def read(self: LocalStorage) -> Any:
+        if stale and (len(stale) > 1 or stale.pop()):
+            raise StorageError("no", path="", code=errno.ESTALE)
+        return await real(self)
+
+    monkeypatch.setattr(LocalStorage, "_read_commit", read)
+    assert await storage.read_manifest() == expected
+    stale += [True, True]
+    with pytest.raises(StorageError) as caught:
+        await storage.read_manifest()
+    assert type(caught.value) is StorageError
 
 
 @pytest.mark.parametrize("kind", ["open", "close"])

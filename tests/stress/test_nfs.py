@@ -1,8 +1,8 @@
 """Two clients of NFS and one export: what one does, the other has to see, and at once.
 
-Clients on one machine share what they keep unless they are told apart, by network namespaces (or
-`nosharecache`), and say another host's name to the server, or it takes one's cached files for the
-other's. With an export of 10.9.0.1, in each of two namespaces that reach it:
+Two mounts on one machine are one client to the server, unless they are made in network namespaces
+of their own and under other host names. With an export of 10.9.0.1, in each of two namespaces that
+reach it:
 
     nsenter --net=/run/netns/<n> unshare --uts sh -c 'hostname host<n>;
         mount -t nfs -o vers=4.2 10.9.0.1:/export /mnt/<n>'
