@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -243,12 +244,12 @@ class CheckpointConfig:
                     options[name] = int(text, 0)
                 except ValueError:
                     hint = " (octal: 0o640)" if name.endswith("_mode") else ""
-                    raise ConfigError(f"{key} must be an int{hint}, not {text!r}") from None
+                    raise ConfigError(f"{key} must be an int{hint}, not {shown(text)}") from None
             elif isinstance(fields[name].default, float):
                 try:
                     options[name] = float(text)
                 except ValueError:
-                    raise ConfigError(f"{key} must be a number, not {text!r}") from None
+                    raise ConfigError(f"{key} must be a number, not {shown(text)}") from None
             else:
                 options[name] = text
         return cls(**options)  # type: ignore[arg-type]  # checked by __post_init__

@@ -32,24 +32,12 @@ where and what to do. What a caller may want to act on is in attributes too.
 from __future__ import annotations
 
 import errno
-import reprlib
 from typing import TYPE_CHECKING, Any
 
+from ckptio._texts import some_of
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-#: Names in a message.
-_MAX_SHOWN = 5
-#: Characters of a value in a message.
-_MAX_SHOWN_CHARS = 80
-
-
-def shown(value: object) -> str:
-    """Write a caller's value for a message, in a line: by mistake, it may be a whole state."""
-    short = reprlib.Repr()
-    short.maxlevel = 1
-    short.maxother = short.maxstring = short.maxlong = _MAX_SHOWN_CHARS
-    return " ".join(short.repr(value).split())
+    from collections.abc import Mapping, Sequence
 
 
 class CheckpointError(Exception):
@@ -371,29 +359,3 @@ class CommitConflictError(StorageError):
         if in_doubt:
             said += "; should that be removed just now, nobody knows whether this one's comes"
         super().__init__(said, path=path, code=errno.EEXIST, in_doubt=in_doubt)
-
-
-def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:
-    """Name ranks: 'rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4, 6 and 46 more'.
-
-    Args:
-        ranks: Which, in any order; it is no matter how often one is among them.
-        max_runs: Runs of ranks to name.
-    """
-    runs: list[list[int]] = []
-    for rank in sorted({*ranks}):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(f"{a[0]}" if len(a) == 1 else f"{a[0]}-{a[-1]}" for a in runs[:max_runs])
-    num_more = sum(map(len, runs[max_runs:]))
-    more = f" and {num_more} more" if num_more else ""
-    return f"rank{'s' if len({*ranks}) > 1 else ''} {shown}{more}"
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Show the first few of `names`, and how many more there are."""
-    shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return shown + more

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from ckptio._failures import described
 from ckptio._outcome import Outcome
-from ckptio.errors import ConfigError, EngineClosedError, SaveAbortedError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError, EngineClosedError, SaveAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

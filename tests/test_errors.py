@@ -16,6 +16,7 @@ import torch
 
 import ckptio
 from ckptio import errors
+from ckptio._texts import shown
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -30,7 +31,6 @@ from ckptio.errors import (
     StalePlanError,
     StorageError,
     UnsupportedLeafError,
-    shown,
 )
 from ckptio.ranks.frames import describe
 
@@ -183,6 +183,7 @@ def test_an_unsupported_leaf_says_what_to_do() -> None:
     [
         ("cpu", "'cpu'"),
         (2**63, "9223372036854775808"),
+        pytest.param(-(10**5000), "a very large int", id="digits"),  # that Python does not write
         ({"model": {"w": [1, 2]}, "step": 3}, "{'model': {...}, 'step': 3}"),
         (["a" * 1000] * 2, None),
         ({str(i): "x" * 1000 for i in range(1000)}, None),

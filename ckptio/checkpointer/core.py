@@ -12,6 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptio._texts import shown
 from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.ending import Ending
@@ -31,7 +32,6 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
-    shown,
 )
 from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 from ckptio.runtime.engine_options import is_word
 
 if TYPE_CHECKING:

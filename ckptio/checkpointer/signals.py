@@ -16,7 +16,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

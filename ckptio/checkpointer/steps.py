@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import ConfigError, FormatError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError, FormatError
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import StepRecord
 

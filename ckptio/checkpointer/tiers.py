@@ -13,12 +13,13 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
+from ckptio._texts import shown
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.heads import read_head
 from ckptio.engine.nearest import was_saved_again
-from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError, shown
+from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError
 from ckptio.events import HigherStepFound
 from ckptio.format.summary import is_newer
 from ckptio.plan.retention import KeepLast

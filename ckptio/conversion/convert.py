@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptio._own_thread import in_own_thread
+from ckptio._texts import shown
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.safetensors import Written  # noqa: TC001  # of a field of a report
 from ckptio.conversion.source import Source
-from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError, shown
+from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.dcp import METADATA
 from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckptio._texts import some_of
 from ckptio.conversion.own import (
     make_own_dirs,
     open_file,
@@ -34,7 +35,6 @@ from ckptio.errors import (
     CommitConflictError,
     ConfigError,
     StorageError,
-    some_of,
 )
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio._texts import shown, some_of
 from ckptio.conversion.strip import below
 from ckptio.conversion.unfit import UnfitError
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, TargetError, shown, some_of
+from ckptio.errors import ConfigError, TargetError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, nbytes_of, numel
 from ckptio.plan.load import plan_load

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import ConfigError, TargetError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError, TargetError
 from ckptio.format.encode import class_name, join_fqn
 from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckptio._gc import without_collection
+from ckptio._texts import some_of
 from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
-from ckptio.errors import FormatError, MismatchError, some_of
+from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import nbytes_of, row_major_strides
 from ckptio.staging.copy import Destination

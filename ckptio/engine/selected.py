@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptio._texts import some_of
 from ckptio.engine.hints import nothing_fits
-from ckptio.errors import TargetError, some_of
+from ckptio.errors import TargetError
 from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
 

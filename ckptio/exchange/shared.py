@@ -26,7 +26,8 @@ import struct
 from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings
-from ckptio.errors import PeerLostError, name_ranks
+from ckptio._texts import name_ranks
+from ckptio.errors import PeerLostError
 from ckptio.staging.pool import Slab
 from ckptio.storage.linux import address_in
 

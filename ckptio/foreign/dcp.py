@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptio.errors import CorruptionError, FormatError, some_of
+from ckptio._texts import some_of
+from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.contents import Contents
 from ckptio.foreign.folder import OverlapError, place_of

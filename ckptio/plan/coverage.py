@@ -13,7 +13,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.errors import name_ranks
+from ckptio._texts import name_ranks
 from ckptio.layout import DTYPES
 from ckptio.tiling import Region, find_gap, find_overlap, is_grid
 

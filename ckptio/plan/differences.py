@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio.errors import FormatError, PlanError, name_ranks
+from ckptio._texts import name_ranks
+from ckptio.errors import FormatError, PlanError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.format.words import decode_word

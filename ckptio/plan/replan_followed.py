@@ -16,8 +16,9 @@ import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptio._texts import name_ranks
 from ckptio.config import MiB
-from ckptio.errors import PlanError, StalePlanError, name_ranks
+from ckptio.errors import PlanError, StalePlanError
 from ckptio.layout import nbytes_of
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job

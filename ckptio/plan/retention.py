@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence  # noqa: TC003
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ckptio._texts import shown
 from ckptio.config import MAX_S
-from ckptio.errors import ConfigError, shown
+from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -191,7 +192,7 @@ class KeepSteps(Retention):
     def __init__(self, *steps: int) -> None:
         for step in steps:
             if type(step) is not int or step < 0:
-                raise ConfigError(f"KeepSteps takes numbers of steps, not {step!r}")
+                raise ConfigError(f"KeepSteps takes numbers of steps, not {shown(step)}")
         object.__setattr__(self, "steps", frozenset(steps))
 
     def __repr__(self) -> str:
@@ -265,7 +266,7 @@ def _require_count(owner: str, value: object) -> None:
         ConfigError: It is none.
     """
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{owner} takes a positive number of steps, not {value!r}")
+        raise ConfigError(f"{owner} takes a positive number of steps, not {shown(value)}")
 
 
 def require_seconds(owner: str, value: object) -> None:

@@ -13,6 +13,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
+from ckptio._texts import shown
 from ckptio.errors import ConfigError
 from ckptio.ranks.join import Place, join
 from ckptio.ranks.solo import SoloRanks
@@ -83,14 +84,14 @@ def find_place(group: Any, environ: Mapping[str, str], *, timeout_s: float) -> P
     ):
         return _in_process_group(distributed, group)
     if group is not None:
-        raise ConfigError(f"ranks= is a process group of torch.distributed, not {group!r}")
+        raise ConfigError(f"ranks= is a process group of torch.distributed, not {shown(group)}")
     return _in_environment(environ, timeout_s)
 
 
 def _in_process_group(distributed: Any, group: Any) -> Place | None:
     """Stand where the process group says."""
     if group is not None and not isinstance(group, distributed.ProcessGroup):
-        raise ConfigError(f"ranks= is a process group that this rank is in, not {group!r}")
+        raise ConfigError(f"ranks= is a process group that this rank is in, not {shown(group)}")
     rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
     if rank < 0:
         raise ConfigError("this rank is not in the process group; only its ranks may use it")
@@ -157,4 +158,4 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name} must be an int, not {text!r}") from None
+        raise ConfigError(f"{name} must be an int, not {shown(text)}") from None

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from ckptio._gc import without_collection
-from ckptio.errors import PeerLostError, RankError, RankFormatError, name_ranks
+from ckptio._texts import name_ranks
+from ckptio.errors import PeerLostError, RankError, RankFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.errors import name_ranks
+from ckptio._texts import name_ranks
 from ckptio.ranks.frames import (
     MAX_CAUSES,
     Answer,

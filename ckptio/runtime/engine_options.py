@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 
+from ckptio._texts import shown
 from ckptio.config import CheckpointConfig
-from ckptio.errors import ConfigError, shown
+from ckptio.errors import ConfigError
 
 
 def config_of(config: object) -> CheckpointConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:

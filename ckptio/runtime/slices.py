@@ -6,11 +6,12 @@ import numbers
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
+from ckptio._texts import shown
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.names import Named
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import CheckpointChangedError, ConfigError, TargetError, shown
+from ckptio.errors import CheckpointChangedError, ConfigError, TargetError
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams, devices_of

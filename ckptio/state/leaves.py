@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptio.errors import ConfigError, UnsupportedLeafError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
 from ckptio.format.manifest import MAX_DIMS, MAX_EXTENT
 from ckptio.format.words import numpy_scalar

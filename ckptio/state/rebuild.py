@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import ConfigError, FormatError, TargetError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import RANKS_TAG, TAG

@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 from ckptio.state.tree import Predicate
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError, shown
+from ckptio._texts import shown
+from ckptio.errors import ConfigError
 from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.local import LocalStorage
 

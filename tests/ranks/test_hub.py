@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio.errors import name_ranks
+from ckptio._texts import name_ranks
 from ckptio.ranks.frames import (
     MAX_CAUSES,
     Answer,

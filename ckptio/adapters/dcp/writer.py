@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.futures import Future
 
+from ckptio._texts import shown
 from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
 from ckptio.config import require_bool
-from ckptio.errors import CheckpointNotFoundError, ConfigError, shown
+from ckptio.errors import CheckpointNotFoundError, ConfigError
 from ckptio.runtime.engine_options import config_of, is_word, require_observer
 from ckptio.storage.resolve import remote_url
 
