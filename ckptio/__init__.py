@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckptio.conversion.convert import ConvertReport, Format, convert
     from ckptio.conversion.safetensors import Written
     from ckptio.engine.asked import Strict
-    from ckptio.engine.restore import LoadReport
+    from ckptio.engine.restoration import LoadReport
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import (
         CheckpointChangedError,
@@ -118,7 +118,7 @@ _HOMES = {
     "ckptio.conversion.convert": ("ConvertReport", "Format", "convert"),
     "ckptio.conversion.safetensors": ("Written",),
     "ckptio.engine.asked": ("Strict",),
-    "ckptio.engine.restore": ("LoadReport",),
+    "ckptio.engine.restoration": ("LoadReport",),
     "ckptio.engine.verify": ("VerifyReport",),
     "ckptio.errors": (
         "CheckpointChangedError",

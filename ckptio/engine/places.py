@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
-    from ckptio.engine.restore import Restoration
+    from ckptio.engine.restoration import Restoration
     from ckptio.errors import CorruptionError
     from ckptio.plan.load import Wanted
 

@@ -12,7 +12,7 @@ from ckptio.state.tree import names_kept_for_ranks
 
 if TYPE_CHECKING:
     from ckptio.engine.request import LoadRequest
-    from ckptio.engine.restore import Restoration
+    from ckptio.engine.restoration import Restoration
     from ckptio.format.manifest import Manifest
 
 

@@ -20,7 +20,8 @@ from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import fetch_nearest, makes_up_for
 from ckptio.engine.places import find_wanted
 from ckptio.engine.request import make_request
-from ckptio.engine.restore import LoadReport, plan_restoration
+from ckptio.engine.restoration import LoadReport
+from ckptio.engine.restore import plan_restoration
 from ckptio.engine.selected import require_selected
 from ckptio.errors import CheckpointError
 from ckptio.events import LoadFinished
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
     from ckptio.engine.request import LoadRequest
-    from ckptio.engine.restore import Restoration
+    from ckptio.engine.restoration import Restoration
     from ckptio.format.manifest import Manifest
     from ckptio.plan.load import Wanted
     from ckptio.runtime.core import EngineCore

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptio.engine.request import LoadRequest
-from ckptio.engine.restore import Restoration, plan_restoration
+from ckptio.engine.restore import plan_restoration
 from ckptio.format.manifest import Chunk, Manifest, TensorEntry
 from ckptio.plan.trees import merge_trees, take_tree
 from ckptio.state.flatten import FlatState, flatten
@@ -33,6 +33,8 @@ from tests.strategies import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from ckptio.engine.restoration import Restoration
 
 Cuts = tuple[Cut | None, ...]
 #: Shapes of a tensor and of a mesh, and the dimension of the tensor that each of its cuts.
