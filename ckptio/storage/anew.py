@@ -1,9 +1,13 @@
-"""Look once more for what a client of NFS says is not there.
+"""Look once more for what a client of a server says is not there, or is as it was.
 
-For up to a minute (`acdirmax`), a client keeps that a directory lacks a name, and what another
-host has made there meanwhile is not seen. Opening a directory makes the client ask the server
-(close-to-open consistency, nfs(5)), and drop what is no longer so. Where that is not needed, it
-costs three system calls, and only for what is not found.
+For up to a minute (`acdirmax`), a client of NFS keeps that a directory lacks a name, and what
+another host has made there meanwhile is not seen. Opening a directory makes the client ask the
+server (close-to-open consistency, nfs(5)), and drop what is no longer so. Where that is not
+needed, it costs three system calls, and only for what is not found.
+
+FUSE keeps for a while, as long as the file system says (a second with GlusterFS), which file has
+a name, and opens that one, be it replaced or not. A listing tells the kernel anew
+(FUSE_READDIRPLUS), unless the file system keeps listings itself, as sshfs does.
 """
 
 from __future__ import annotations
@@ -12,8 +16,12 @@ import errno
 import os
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptio.storage import linux
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckptio.storage.files import PosixFiles
 
 T = TypeVar("T")
 
@@ -24,7 +32,12 @@ def look_anew(path: str) -> None:
     if parent == path:
         return
     try:
-        os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC))
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if linux.is_on_fuse(fd):
+                os.listdir(fd)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         look_anew(parent)
     except OSError:  # whoever asked has an error that says more
@@ -44,3 +57,21 @@ def found_anew(ask: Callable[[str], T], path: str) -> T:
             raise
     look_anew(path)
     return ask(path)
+
+
+def open_anew(files: PosixFiles, path: str) -> int:
+    """Open, as `files` does, the file that has a name now, and not what it has replaced.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    fd = files.open(path, direct=False)
+    try:
+        if not linux.is_on_fuse(fd):
+            return fd
+    except BaseException:
+        files.close(fd)
+        raise
+    files.close(fd)
+    look_anew(path)
+    return files.open(path, direct=False)

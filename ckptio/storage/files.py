@@ -274,7 +274,7 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
     Raises:
         OSError: It cannot be read, or is larger than the limit.
     """
-    fd = anew.found_anew(lambda path: files.open(path, direct=False), path)
+    fd = anew.found_anew(lambda path: anew.open_anew(files, path), path)
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > limit_nbytes:

@@ -33,6 +33,9 @@ _STATFS_NBYTES = 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
+_FUSE = 0x65735546
+#: Whether a device without a disk is of FUSE: a server may be asked for what `fstatfs` says.
+_fuse_devices: dict[int, bool] = {}
 
 #: Made once: each is a class, which is a reference cycle, and ctypes keeps none.
 _Statx = ctypes.c_uint32 * (_STATX_NBYTES // 4)
@@ -82,9 +85,24 @@ def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
 
 def is_of_this_host(fd: int) -> bool:
     """Whether a file is on a file system that is known to be written to by this host alone."""
+    return _file_system(fd) in _LOCAL_FILE_SYSTEMS
+
+
+def is_on_fuse(fd: int) -> bool:
+    """Whether a file is on a mount of FUSE. The answer is kept, by the number of the device."""
+    device = os.fstat(fd).st_dev
+    if os.major(device):  # it has a disk
+        return False
+    if device not in _fuse_devices:
+        _fuse_devices[device] = _file_system(fd) == _FUSE
+    return _fuse_devices[device]
+
+
+def _file_system(fd: int) -> int | None:
+    """Give the kind of the file system of a file; `None` if that cannot be told."""
     buffer = _StatFS()
     # struct statfs: f_type is its first word
-    return _libc.fstatfs(fd, ctypes.byref(buffer)) == 0 and buffer[0] in _LOCAL_FILE_SYSTEMS
+    return None if _libc.fstatfs(fd, ctypes.byref(buffer)) else buffer[0]
 
 
 def take_read_lease(fd: int) -> bool:

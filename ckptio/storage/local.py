@@ -21,7 +21,7 @@ from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, Forma
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
-from ckptio.storage.anew import found_anew, look_anew
+from ckptio.storage.anew import found_anew, look_anew, open_anew
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX, numbered
@@ -344,6 +344,8 @@ class LocalStorage:
         return self._join(MANIFEST_NAME)
 
     def _open_file(self, path: str) -> int:
+        if path == self._manifest:  # other files are never replaced
+            return open_anew(self._files, path)
         return self._files.open(path, direct=False)
 
     def _join(self, name: str) -> str:

@@ -1,6 +1,6 @@
-"""What a client of NFS keeps of the past, played on a local file system.
+"""What clients of NFS and mounts of FUSE keep of the past, played on a local file system.
 
-The real thing is in tests/stress/test_nfs.py.
+The real thing is in tests/stress/test_mounts.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import contextlib
 import errno
 import functools
 import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, StorageError
+from ckptio.storage import linux
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles
@@ -150,6 +153,49 @@ async def test_a_manifest_that_was_replaced_has_another_version_at_once(
     found = await storage.version()
     assert found != before
     assert found == (await storage.read_manifest())[0]
+
+
+@pytest.mark.parametrize("question", ["version", "read", "peek"])
+async def test_on_fuse_a_manifest_that_was_replaced_is_read_at_once(
+    question: str, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel opens what it knows to have the name, until somebody lists the directory."""
+    path = tmp_path / "c"
+    manifest, old = path / "manifest.json", tmp_path / "old"
+    await write_files(storage_at(path, executor), A, OLD)
+    shutil.copy(manifest, old)
+    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    expected = await QUESTIONS[question](path, executor)
+    real, real_list, known = os.open, os.listdir, {str(manifest): str(old)}
+
+    def list_anew(path: Any) -> list[str]:
+        where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        known.pop(f"{where}/manifest.json", None)
+        return real_list(path)
+
+    def open_known(path: Any, *args: Any) -> int:
+        return real(known.get(path, path), *args)
+
+    monkeypatch.setattr(os, "open", open_known)
+    monkeypatch.setattr(os, "listdir", list_anew)
+    assert await QUESTIONS[question](path, executor) != expected
+    monkeypatch.setattr(linux, "is_on_fuse", lambda fd: os.fstat(fd).st_dev == path.stat().st_dev)
+    assert await QUESTIONS[question](path, executor) == expected
+    assert not known
+
+
+def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that has a disk is not; of any other one a server may be asked, and is once."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        monkeypatch.setattr(linux, "_fuse_devices", {})
+        assert not linux.is_on_fuse(file.fileno())
+        answers = iter([0x65735546])
+        monkeypatch.setattr(linux, "_fuse_devices", {})
+        monkeypatch.setattr(linux, "_file_system", lambda _: next(answers))
+        assert all(linux.is_on_fuse(file.fileno()) for _ in range(3))
+    monkeypatch.setattr(os, "major", lambda _: 8)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        assert not linux.is_on_fuse(file.fileno())
 
 
 async def test_a_link_that_another_host_moved_is_followed(
