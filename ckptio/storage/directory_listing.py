@@ -3,7 +3,8 @@
 A run has thousands of steps, and every call may be a round trip to a server. So a listing says
 of what kind things are (most file systems know; Python asks where they do not), and one stat
 tells of each directory whether it has a manifest; where it has none, `storage.anew` looks once
-more. Whoever wants to know of a few looks at these.
+more. Whoever wants to know of a few looks at these, and anew: a client of NFS keeps for a while
+what another host has replaced or removed.
 
 A link counts as what it leads to, unless that is here, too, under another name that counts.
 What nobody can tell is an error, never taken for not being there.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import StorageError
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.anew import found_anew
+from ckptio.storage.anew import found_anew, look_anew
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.root_interface import Found
 
@@ -47,9 +48,10 @@ def find(
 
 
 def look(root: str, names: Sequence[str], accepts: Callable[[str], bool] | None) -> list[Found]:
-    """Look at some, one or two calls each; see `root_interface.Root.look`. Blocks."""
+    """Look at some, a few calls each; see `root_interface.Root.look`. Blocks."""
     found = []
     for name in names:
+        look_anew(f"{root}/{name}/{MANIFEST_NAME}")
         version = _version(root, name)
         is_another = version is not None and _is_alias(root, name, accepts)
         found.append(Found(name=name, version=None if is_another else version))

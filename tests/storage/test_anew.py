@@ -49,7 +49,7 @@ class Client:
     Attributes:
         lacks: What it looked for too early: it is not there, nor is anything below it, until
             somebody opens the directory that has it.
-        kept: What it knows of files until somebody opens them.
+        kept: What it knows of files until somebody opens them, or the directory that has them.
         links: Where links lead, until somebody opens the directory that has them.
     """
 
@@ -70,7 +70,8 @@ class Client:
             return self.links[path]
         found = real(path, *args, **more)
         if call == "open":
-            self.kept.pop(path, None)
+            for kept in [kept for kept in self.kept if str(path) in (kept, os.path.dirname(kept))]:
+                del self.kept[kept]
             self.lacks = {lacked for lacked in self.lacks if os.path.dirname(lacked) != str(path)}
             for link in [link for link in self.links if os.path.dirname(link) == str(path)]:
                 del self.links[link]
@@ -196,6 +197,25 @@ def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "major", lambda _: 8)
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         assert not linux.is_on_fuse(file.fileno())
+
+
+@pytest.mark.parametrize("meanwhile", ["replaced", "removed"])
+async def test_whoever_looks_at_a_step_is_told_of_what_another_host_did_to_it(
+    meanwhile: str, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `latest` and `follow` look: what a stat says may be a minute old."""
+    path, root = tmp_path / "step", root_at(tmp_path, executor)
+    await write_files(storage_at(path, executor), A, OLD)
+    (before,), status = await root.look(["step"]), (path / "manifest.json").stat()
+    if meanwhile == "replaced":
+        await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    else:
+        (path / "manifest.json").unlink()
+    client = Client(monkeypatch)
+    client.kept[str(path / "manifest.json")] = status
+    (found,) = await root.look(["step"])
+    assert found.version != before.version
+    assert (found.version is None) == (meanwhile == "removed")
 
 
 async def test_a_link_that_another_host_moved_is_followed(
