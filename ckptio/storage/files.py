@@ -274,19 +274,20 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
     Raises:
         OSError: It cannot be read, or is larger than the limit.
     """
-    fd = anew.found_anew(lambda path: anew.open_anew(files, path), path)
-    try:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > limit_nbytes:
-            raise OSError(errno.EFBIG, f"{nbytes} bytes and at most {limit_nbytes} taken", path)
-        parts: list[bytes] = []
-        while (done := sum(map(len, parts))) < nbytes:
-            parts.append(os.pread(fd, nbytes - done, done))
-            if not parts[-1]:
-                break  # it was cut off meanwhile: whoever decodes it says so
-        return b"".join(parts)
-    finally:
-        files.close(fd)
+
+    def read(path: str) -> bytes:
+        fd = anew.open_anew(files, path)
+        try:
+            if (nbytes := os.fstat(fd).st_size) > limit_nbytes:
+                raise OSError(errno.EFBIG, f"{nbytes} bytes and at most {limit_nbytes} taken", path)
+            data = bytearray()
+            while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), len(data))):
+                data += more
+            return bytes(data)  # if it was cut off meanwhile, whoever decodes it says so
+        finally:
+            files.close(fd)
+
+    return anew.found_anew(read, path)  # once more where it was replaced as it was read
 
 
 def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[bytes, list[str]]:
@@ -355,8 +356,7 @@ def sync_dirs(files: PosixFiles, directory: str, made: list[str]) -> None:
         try:
             files.fsync_dir(each)
         except OSError as error:
-            # it has an entry of ours, which must be on the disk; others may not be ours to
-            # sync, or nobody's: mount points of an automounter refuse it
+            # those of ours must be on the disk; others may be nobody's to sync, as an automounter's
             if each in ours or error.errno not in NOT_TO_BE_SYNCED:
                 raise
 

@@ -328,3 +328,26 @@ async def test_a_manifest_that_is_replaced_as_it_is_looked_at_is_looked_at_once_
     expected = await storage.version()
     assert await storage_at(tmp_path / "c", executor, RecordingFiles(fault)).version() == expected
     assert failed
+
+
+async def test_a_small_file_that_is_replaced_as_it_is_read_is_read_once_more(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever reads it: an overwrite that keeps a copy of what it replaces, say."""
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    path, real = tmp_path / "c" / "manifest.json", os.pread
+    is_stale = True
+
+    def stale(fd: int, *args: Any) -> bytes:
+        nonlocal is_stale
+        if is_stale and os.readlink(f"/proc/self/fd/{fd}") == str(path):
+            is_stale = False
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd, *args)
+
+    monkeypatch.setattr(os, "pread", stale)
+    assert await storage_at(path.parent, executor).peek_manifest() == path.read_bytes()
+    assert not is_stale
+    is_stale = True
+    assert await root_at(tmp_path, executor).read_manifest("c") == path.read_bytes()
+    assert not is_stale
