@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
+from ckptio.storage.anew import look_anew
 from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
@@ -248,12 +249,11 @@ class LocalAttempt:
         except CommitConflictError:
             raise
         except OSError as error:
-            failure = storage_error(error, name.target, "cannot commit")
+            failure = self._failure = storage_error(error, name.target, "cannot commit")
             # here, not by whoever cleans up: whoever goes on later leaves, and others are told now
             if not name.withdraw():
                 text, code = f"{failure.message}; but it may stand", failure.errno or errno.EIO
-                failure = StorageError(text, path=name.target, code=code, in_doubt=True)
-            self._failure = failure
+                self._failure = StorageError(text, path=name.target, code=code, in_doubt=True)
             raise self._failure from error
         self._clean_up()
 
@@ -283,6 +283,7 @@ class LocalAttempt:
 
     def _check_present(self) -> None:
         """Look once more for every data file: a manifest must not name what somebody removed."""
+        look_anew(self._name.target)
         for path in self._made_files:
             os.stat(path, follow_symlinks=False)
 

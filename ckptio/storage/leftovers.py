@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import CheckpointExistsError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, OPENING
 from ckptio.format.summary import decode_summary
+from ckptio.storage.anew import look_anew
 from ckptio.storage.file_names import (
     ATTEMPT_PREFIX,
     NEW_MANIFEST_PREFIX,
@@ -200,6 +201,7 @@ def find_leftovers(
 
 def is_at(fd: int, path: str) -> bool:
     """Whether an open file is still what has a name."""
+    look_anew(path)
     mine = os.fstat(fd)
     with contextlib.suppress(FileNotFoundError):
         there = os.stat(path, follow_symlinks=False)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.storage.anew import look_anew
 from ckptio.storage.file_names import TOMB
 from ckptio.storage.files import NoExclusiveNames, read_regular
 from ckptio.storage.leftovers import is_whole, read_summary
@@ -87,9 +88,12 @@ def is_to_be_put_back(directory: str, tomb: str, summary: Summary) -> bool:
 def put_back_mistakes(files: PosixFiles, directory: str) -> None:
     """Put back what a removal that was killed had taken by mistake, if anything.
 
+    What another host has committed or removed there is seen by whoever looks next.
+
     Raises:
         OSError: It cannot be put back.
     """
+    look_anew(f"{directory}/{MANIFEST_NAME}")
     if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
         return
     for tomb in tombs_in(directory):

@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, StorageError
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from ckptio.storage import linux
+from ckptio.storage.leftovers import is_at
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles
@@ -28,6 +34,9 @@ from tests.rig import (
     config_with,
     contents_of,
     engine_on,
+    fill_attempt,
+    manifest_of,
+    read_files,
     write_files,
 )
 
@@ -216,6 +225,62 @@ async def test_whoever_looks_at_a_step_is_told_of_what_another_host_did_to_it(
     (found,) = await root.look(["step"])
     assert found.version != before.version
     assert (found.version is None) == (meanwhile == "removed")
+
+
+@pytest.mark.parametrize("lacked", ["run", "run/step", "run/step/manifest.json"])
+async def test_a_save_begins_by_what_is_there_now(
+    lacked: str, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the end, when all is written, is it told of a checkpoint of another host."""
+    path = tmp_path / "run" / "step"
+    await write_files(storage_at(path, executor), A, OLD)
+    client = Client(monkeypatch)
+    client.lacks.add(str(tmp_path / lacked))
+    with pytest.raises(CheckpointExistsError):
+        await storage_at(path, executor).begin(B, overwrite=False)
+
+
+async def test_a_save_goes_where_another_host_has_removed_a_checkpoint(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    manifest = tmp_path / "c" / "manifest.json"
+    client = Client(monkeypatch)
+    client.kept[str(manifest)] = manifest.stat()
+    manifest.unlink()
+    await write_files(storage_at(tmp_path / "c", executor), B, NEW)
+    assert await read_files(storage_at(tmp_path / "c", executor)) == NEW
+
+
+async def test_no_manifest_names_a_file_that_another_host_has_removed(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the client has written it, and knows of nothing else."""
+    config = config_with(durability="none")  # else the directory is synced, and so opened
+    storage = LocalStorage(str(tmp_path / "c"), config, executor, EventLog())
+    attempt = await storage.begin(A, overwrite=False)
+    await fill_attempt(attempt, OLD)
+    client = Client(monkeypatch)
+    for name in OLD:
+        path = tmp_path / "c" / name
+        client.kept[str(path)] = path.stat()
+        path.unlink()
+    with pytest.raises(StorageError, match="cannot commit"):
+        await attempt.commit(manifest_of(A, OLD))
+    await attempt.abort()
+
+
+def test_a_file_that_another_host_has_removed_is_at_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on it keeps nobody away."""
+    path = tmp_path / "attempt"
+    with path.open("w") as file:
+        assert is_at(file.fileno(), str(path))
+        client = Client(monkeypatch)
+        client.kept[str(path)] = path.stat()
+        path.unlink()
+        assert not is_at(file.fileno(), str(path))
 
 
 async def test_a_link_that_another_host_moved_is_followed(
