@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio._aio import run_blocking
 from ckptio._gc import without_collection
 from ckptio.engine.exchange import plan_part, read_shared
-from ckptio.engine.load import announce, plan_and_read
+from ckptio.engine.load import announce, plan_and_read, telling_of_changes
 from ckptio.engine.rounds import meet
 from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
 from ckptio.events import ExchangePlanned
@@ -219,7 +219,8 @@ async def _pass_on(
     """
     try:
         link = await links.enter_async_context(opening)
-        await read_shared(part, reading, link, context)
+        async with telling_of_changes(reading, context):
+            await read_shared(part, reading, link, context)
     except PeerLostError as error:
         # a rank that failed, or died, has left the link: the group is about to hear of that,
         # and then stops this one; what it has to say itself would only hide the cause. Where no

@@ -10,6 +10,7 @@ beside the targets is the pool, whatever the size of the state.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from ckptio.plan.load import plan_load
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
@@ -113,6 +114,25 @@ async def _require_same(reading: Reading, context: EngineContext) -> None:
         raise CheckpointChangedError(reading.storage.path)
 
 
+@contextlib.asynccontextmanager
+async def telling_of_changes(reading: Reading, context: EngineContext) -> AsyncIterator[None]:
+    """Read data files, and say if the checkpoint was overwritten or removed meanwhile.
+
+    Raises:
+        CheckpointChangedError: It was overwritten, or a file went away.
+        StorageError: A file cannot be read; or, `CheckpointNotFoundError`, it was removed.
+    """
+    try:
+        yield
+    except CheckpointChangedError:
+        context.cache.forget(reading.storage)  # what is trusted for a while misleads
+        raise
+    except StorageError as error:
+        if error.errno == errno.ESTALE:  # so NFS calls what another host removed, and a lost mount
+            await _require_same(reading, context)
+        raise
+
+
 async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) -> None:
     """Read, verify and land every range of a plan.
 
@@ -133,22 +153,14 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         Gate(context.cached_lanes, num_cached_lanes(context.config), reading),
     )
     small = await _small_files(by_file, reading, context, gates)
-    try:
-        async with Siblings() as group:
-            if small is not None:
-                _start_lanes(small, group, "small files", reading, context, total)
-            for file, segments in by_file.items():
-                group.create_task(
-                    _read_file(file, segments, reading, context, gates, total),
-                    name=f"read file {file}",
-                )
-    except CheckpointChangedError:
-        context.cache.forget(reading.storage)  # what is trusted for a while misleads
-        raise
-    except StorageError as error:
-        if error.errno == errno.ESTALE:  # so NFS calls what another host removed, and a lost mount
-            await _require_same(reading, context)
-        raise
+    async with telling_of_changes(reading, context), Siblings() as group:
+        if small is not None:
+            _start_lanes(small, group, "small files", reading, context, total)
+        for file, segments in by_file.items():
+            group.create_task(
+                _read_file(file, segments, reading, context, gates, total),
+                name=f"read file {file}",
+            )
     if reading.read_nbytes - before < total:  # groups take a cancelled task for a success
         raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from ckptio import PerRank
 from ckptio.config import KiB
 from ckptio.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
     MismatchError,
     PeerLostError,
     RankError,
+    StorageError,
     TargetError,
 )
 from ckptio.events import ExchangePlanned, LoadStarted
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from ckptio.engine.asked import Strict
     from ckptio.engine.context import EngineContext
     from ckptio.exchange.link import BulkLink
+    from ckptio.testing import Operation
 
 BLOCK = SMALL.block_nbytes
 ON = config_with(exchange="on")
@@ -411,6 +415,32 @@ def test_ranks_that_want_different_things_need_no_link() -> None:
             await save_states(ranks, states)
             await load_states(ranks, states)
             assert ranks.linker.networks == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("config", [ON, OFF], ids=["exchange", "alone"])
+@pytest.mark.parametrize("meanwhile", ["removed", "nothing"])
+def test_ranks_are_told_that_a_file_is_stale_since_its_checkpoint_was_removed(
+    meanwhile: str, config: CheckpointConfig
+) -> None:
+    """So NFS calls it, and a mount that is lost; whoever reads looks which it was."""
+    states, place = [replicated()] * 2, MemoryStorage("memory")
+
+    def fault(operation: Operation) -> None:
+        if operation.kind == "open":
+            if meanwhile == "removed":
+                place._place.manifest = None
+            raise OSError(errno.ESTALE, "stale")
+
+    async def scenario() -> None:
+        async with job(2, place, config) as ranks:
+            await save_states(ranks, states)
+            ranks.storages[1].fault = fault
+            kind = CheckpointNotFoundError if meanwhile == "removed" else StorageError
+            for end in await try_to_load(ranks, states):
+                assert isinstance(end, RankError)
+                assert end.was_caused_by(kind, rank=1)
 
     run_virtual(scenario(), seed=0)
 
