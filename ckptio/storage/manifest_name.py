@@ -15,6 +15,8 @@ know. So after every error the manifest that is there is read, and says whose it
 numbers were rejected: some mounts in user space give each name of a file its own. A request
 that was given up may be served later yet: the file that it would name goes as the commit fails,
 so that what is said of the failure stays true for whoever leaves all other files to be taken up.
+And an exchange that is carried out once more undoes the first, without any error (Linux repeats
+one that ends with ESTALE): so what has the name is read after that, too.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ class ManifestName:
             Where the manifest that was replaced is now; nothing if there is none.
         """
         try:
-            if self._try(self._files.exchange, done=True):
+            if self._try(self._exchange, done=True):
                 return self.new
         except FileNotFoundError:
             return ""
@@ -181,6 +183,16 @@ class ManifestName:
         write_file(self._files, self.copy, old, self._config)
         self._try(self._files.replace, None)
         return self.copy
+
+    def _exchange(self, source: str, target: str) -> bool:
+        """Exchange two names; false where the file system cannot, or the names do not stay so."""
+        for _ in range(2):
+            if not self._files.exchange(source, target):
+                break
+            # not if another has the name by now, and has replaced this one
+            if self._is_there() or not self._is_at(source):
+                return True
+        return False
 
     def _try(self, operation: Callable[[str, str], T], done: T) -> T:
         """Do what gives the name; `done` if it has it, whatever the operation says.
@@ -206,11 +218,13 @@ class ManifestName:
         Raises:
             OSError: Nobody can tell.
         """
+        return self._is_at(self.target)
+
+    def _is_at(self, path: str) -> bool:
         try:
-            there = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
+            return read_regular(self._files, path, MAX_MANIFEST_NBYTES) == self._manifest
         except FileNotFoundError:
             return False
-        return there == self._manifest
 
     def _take_back(self, *, may_stay: bool) -> bool:
         """Take the name away again; false if that fails, or if it is another manifest's by now.

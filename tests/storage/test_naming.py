@@ -124,6 +124,30 @@ async def test_a_name_that_was_given_counts_whatever_is_said_of_it(
     assert not log.of(CleanupFailed)
 
 
+@pytest.mark.parametrize("num_repeats", [1, 2, 100])
+async def test_an_exchange_that_is_carried_out_twice_is_made_again(
+    tmp_path: Path, executor: Executor, num_repeats: int
+) -> None:
+    """It undoes itself. If that happens each time, a copy of what is replaced is kept."""
+
+    class Repeating(RecordingFiles):
+        num_left = num_repeats
+
+        def exchange(self, source: str, target: str) -> bool:
+            if self.num_left:
+                self.num_left -= 1
+                super().exchange(source, target)
+            return super().exchange(source, target)
+
+    await begun(tmp_path / "c", executor, "exchange")
+    log = EventLog()
+    storage = storage_at(tmp_path / "c", executor, Repeating(), log)
+    await write_files(storage, B, NEW, overwrite=True)
+    assert committed(tmp_path / "c") == NEW
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
+    assert not log.of(CleanupFailed)
+
+
 @pytest.mark.parametrize("operation", ["publish", "replace", "exchange"])
 async def test_a_name_that_is_given_late_keeps_its_files(
     tmp_path: Path, executor: Executor, operation: str
