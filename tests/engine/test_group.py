@@ -30,7 +30,7 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.ranks.frames import encode_body
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards_of
-from tests.rig import SMALL, config_with, inline_engine
+from tests.rig import SMALL, InlineCore, config_with, inline_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -676,6 +676,54 @@ def test_what_crosses_the_network_when_nothing_changed_is_no_manifest() -> None:
                 sent.append(ranks.ranks.sent_nbytes - before)
             assert sent[0] > len(ranks.place.manifest)
             assert sent[1] < len(ranks.place.manifest) / 10
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_loads_of_other_paths_meanwhile_leave_a_rank_the_manifest_that_it_has() -> None:
+    """A rank is told that its manifest is current when it has heard of many others since."""
+    places = {name: MemoryStorage(name) for name in ("memory", "second", "third")}
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            for engine in reversed(ranks.engines):
+                core = engine._core
+                assert isinstance(core, InlineCore)
+                twins = {name: place.another_name(name) for name, place in places.items()}
+                core.use_storages(twins)
+
+            async def save(_: int, engine: Engine) -> None:
+                for number, name in enumerate(places):
+                    await engine.save({"w": torch.full((8,), number)}, name)
+                await engine.load("memory")
+
+            async def load(_: int, engine: Engine) -> None:
+                first = asyncio.ensure_future(engine.load("memory"))
+                await asyncio.sleep(0.1)
+                assert (await engine.load("second"))["w"][0] == 1
+                assert (await engine.load("third"))["w"][0] == 2
+                assert not first.done()
+                assert (await first)["w"][0] == 0
+
+            await ranks.all(save)
+            twins["memory"]._max_delay_s = 5.0  # that of rank 0, who looks whether it is current
+            await ranks.all(load)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_rank_that_alone_has_no_manifest_is_sent_it() -> None:
+    """The others have what they were sent before; whoever asks says what it has."""
+    states = [replicated(num_small=3)] * 3
+
+    async def scenario() -> None:
+        async with job(3, config=OFF) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            context = ranks.engines[1]._core.context
+            assert context is not None
+            context.received.clear()
+            await load_states(ranks, states)
 
     run_virtual(scenario(), seed=0)
 
