@@ -29,6 +29,8 @@ from typing import Protocol
 
 import msgspec
 
+from ckptio.errors import RankError
+
 #: With the number of the process, a name that no other process has, forked ones neither.
 _NAME = secrets.token_hex(8)
 #: How far back is looked past numbers under which nothing is said.
@@ -151,12 +153,23 @@ class Board:
         self.store.set(self._key(self.number), msgspec.json.encode(meeting).decode())
 
     def look(self) -> Sight:
-        """Look for the newest meeting. No other of its process waits: see `turns`."""
+        """Look for the newest meeting. No other of its process waits: see `turns`.
+
+        Raises:
+            RankError: What is said of it is not what this version says.
+        """
         newest = self.store.add(f"{self.group}/opened", 0)
         for number in range(newest, max(0, newest - _MAX_LOOKS), -1):
             if self.store.check([self._key(number)]):  # else it is about to be said, or never is
                 text = self.store.get(self._key(number))
-                return Sight(number=number, meeting=msgspec.json.decode(text, type=Meeting))
+                try:
+                    meeting = msgspec.json.decode(text, type=Meeting)
+                except msgspec.MsgspecError as error:
+                    raise RankError(
+                        f"the job's store does not say where rank 0 waits, under"
+                        f" {self._key(number)!r}: {error}; run one version of ckptio on all ranks"
+                    ) from error
+                return Sight(number=number, meeting=meeting)
         return Sight()
 
     def heard(self) -> int:

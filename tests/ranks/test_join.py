@@ -154,6 +154,16 @@ async def test_who_does_not_come_is_named_by_all(
     assert time.monotonic() - began_s < LONG.meet_s / 2
 
 
+async def test_what_another_version_says_in_the_store_is_refused_as_such(
+    store: Any, threads: Executor
+) -> None:
+    """The ranks cannot find out what is meant, nor does anybody wait for it to change."""
+    number = store.add("ckptio/g/2/opened", 1)
+    store.set(f"ckptio/g/2/meeting/{number}", '{"process":"p","at_s":1.0,"way":"new"}')
+    with pytest.raises(RankError, match="run one version of ckptio on all ranks"):
+        await join(place(store, 1, 2), deadlines=LONG, executor=threads)
+
+
 async def test_who_has_met_waits_for_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: Any, threads: Executor
 ) -> None:
