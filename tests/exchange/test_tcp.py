@@ -143,6 +143,15 @@ async def test_a_message_without_room_keeps_no_other_waiting() -> None:
         await first
 
 
+async def test_what_was_asked_for_goes_as_soon_as_it_is_there() -> None:
+    """The taker is mostly first: the sender still reads."""
+    async with links(2) as (a, b):
+        taking = asyncio.create_task(take(b, 0, 1, 5))
+        await until(lambda: 1 in a._outlets and bool(a._outlets[1]._asked))
+        await give(a, [1], 1, b"small")
+        assert await taking == b"small"
+
+
 async def test_a_slab_is_the_senders_again_when_all_of_it_has_gone() -> None:
     """And not before: what is still to go is read from it."""
     async with links(3) as (a, b, c):
@@ -351,6 +360,20 @@ async def test_what_goes_over_the_wire() -> None:
             await peer.say(calling, bytes([byte]))
             await asyncio.sleep(0)
         assert await peer.read(calling, 16) == HEAD.pack(77, 4) + b"back"
+        await giving
+
+
+@pytest.mark.parametrize("cut", [1, 16, 51])
+async def test_what_is_asked_right_behind_the_rest_of_a_hello_is_heard(cut: int) -> None:
+    """What says who calls may come in two pieces, and the second with more behind it."""
+    async with link_and_peer() as (link, door, peer):
+        said = hello(TOKEN.encode(), 1) + ASK.pack(7)
+        giving = asyncio.create_task(give(link, [1], 7, b"x"))
+        calling = await peer.call(door, said[:cut])
+        for _ in range(20):  # the loop lets it in, and hears that much
+            await asyncio.sleep(0)
+        await peer.say(calling, said[cut:])
+        assert await peer.read(calling, 13) == HEAD.pack(7, 1) + b"x"
         await giving
 
 

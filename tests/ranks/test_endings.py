@@ -321,14 +321,18 @@ def test_a_decision_that_takes_no_notice_of_the_stop_does_not_hang() -> None:
                 if ranks.rank == 2:
                     asyncio.get_running_loop().call_later(1, cancel_now, task)
                 await session.round("commit", 1, decide)
+                went_on.append(ranks.rank)
         finally:
             assert task.cancelling() == (ranks.rank == 2)
+
+    went_on: list[int] = []
 
     async def scenario() -> None:
         async with group() as world:
             outcomes = await world.run(body)
             assert isinstance(outcomes.pop(2), asyncio.CancelledError)
             assert errors_of(outcomes)[0].in_doubt
+            assert went_on == []
             assert asyncio.get_running_loop().time() < 5
 
     run(scenario())
@@ -400,7 +404,10 @@ def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
     async def scenario() -> None:
         async with group() as world:
             outcomes = await world.run(body)
-            assert isinstance(outcomes.pop(rank), asyncio.CancelledError)
+            cancelled = outcomes.pop(rank)
+            assert isinstance(cancelled, asyncio.CancelledError)
+            assert isinstance(cancelled.__cause__, RankError)
+            assert cancelled.__cause__.in_doubt
             errors = errors_of(outcomes)
             assert errors[0].causes == {rank: "it was cancelled there"}
             assert errors[0].in_doubt
@@ -409,7 +416,8 @@ def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
     run(scenario())
 
 
-def test_cancelling_twice_stops_waiting_for_others() -> None:
+@pytest.mark.parametrize("asks", [False, True])
+def test_cancelling_twice_stops_waiting_for_others(*, asks: bool) -> None:
     """A rank that is in a hurry does not wait for one that is slow to stop."""
 
     async def body(ranks: Ranks) -> float:
@@ -419,8 +427,10 @@ def test_cancelling_twice_stops_waiting_for_others() -> None:
             loop.call_later(1, task.cancel)
             loop.call_later(2, task.cancel)
         try:
-            async with ranks.session("save"):
+            async with ranks.session("save") as session:
                 try:
+                    if asks:
+                        await session.round("commit", 1, never)
                     await asyncio.Event().wait()
                 finally:
                     await asyncio.sleep(30 if ranks.rank == 2 else 0)
@@ -597,6 +607,221 @@ def test_a_session_that_failed_is_failed_for_who_comes_later() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("fate", ["told", "cancelled", "alone"])
+def test_who_comes_while_others_still_stop_does_nothing_and_waits_for_the_verdict(
+    fate: str,
+) -> None:
+    """As all do; it may give up, or lose rank 0 meanwhile."""
+
+    async def body(ranks: Ranks) -> None:
+        task = asyncio.current_task()
+        if ranks.rank == 3:
+            await asyncio.sleep(2)
+            if fate == "cancelled":
+                asyncio.get_running_loop().call_later(1, cancel_now, task)
+        try:
+            async with ranks.session("save") as session:
+                assert ranks.rank != 3
+                if ranks.rank == 2:
+                    raise ValueError("early")
+                try:
+                    await session.round("plan", 1, add)
+                finally:
+                    await asyncio.sleep(5 if ranks.rank == 1 else 0)
+        finally:
+            ended_s[ranks.rank] = asyncio.get_running_loop().time()
+
+    ended_s: dict[int, float] = {}
+
+    async def scenario() -> None:
+        async with group() as world:
+            if fate == "alone":
+                asyncio.get_running_loop().call_later(3, world.kill, 0)
+            outcomes = await world.run(body)
+            if fate == "told":
+                assert errors_of(outcomes)[3].causes == {2: "ValueError: early"}
+                assert ended_s[3] >= 5
+            elif fate == "cancelled":
+                assert isinstance(outcomes.pop(), asyncio.CancelledError)
+                assert errors_of(outcomes)[0].causes == {2: "ValueError: early"}
+                assert ended_s[3] < 4
+            else:
+                assert isinstance(outcomes[3], PeerLostError)
+                assert outcomes[3].ranks == (0,)
+                assert ended_s[3] < 4
+
+    run(scenario())
+
+
+def test_who_comes_to_a_failed_session_when_rank_0_is_lost_waits_for_no_verdict() -> None:
+    """Nobody is there to give one."""
+
+    async def body(ranks: Ranks) -> None:
+        if ranks.rank == 3:
+            await asyncio.sleep(4)
+        async with ranks.session("save") as session:
+            if ranks.rank == 2:
+                raise ValueError("early")
+            try:
+                await session.round("plan", 1, add)
+            finally:
+                await asyncio.sleep(5 if ranks.rank == 1 else 0)
+
+    async def scenario() -> None:
+        async with group() as world:
+            asyncio.get_running_loop().call_later(3, world.kill, 0)
+            outcomes = await world.run(body)
+            assert isinstance(outcomes[3], PeerLostError)
+            assert outcomes[3].ranks == (0,)
+            assert asyncio.get_running_loop().time() < 7
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("then", ["ends", "fails", "asks"])
+def test_who_goes_on_when_rank_0_has_closed_is_told_of_that_where_it_asks(then: str) -> None:
+    """Rank 0 had left the session: what a rank does there after that concerns it alone."""
+
+    async def body(ranks: Ranks) -> Json:
+        async with ranks.session("save", commits=True) as session:
+            answer = await session.round("commit", 1, add)
+            if ranks.rank:
+                await asyncio.sleep(2 * DEADLINES.peer_s)
+            if ranks.rank and then == "fails":
+                raise ValueError("late")
+            if ranks.rank and then == "asks":
+                await session.round("more", 1, add)
+        if not ranks.rank:
+            await ranks.close()
+        return answer
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert outcomes.pop(0) == WORLD
+            assert asyncio.get_running_loop().time() < 2 * DEADLINES.peer_s + 1
+            for rank, outcome in enumerate(outcomes, 1):
+                if then == "ends":
+                    assert outcome == WORLD
+                    continue
+                assert isinstance(outcome, RankError)
+                assert not outcome.in_doubt
+                if then == "fails":
+                    assert outcome.causes == {rank: "ValueError: late"}
+                else:
+                    assert isinstance(outcome, PeerLostError)
+                    assert outcome.ranks == (0,)
+                    assert "it closed its engine" in str(outcome)
+
+    run(scenario())
+
+
+def test_who_waits_for_others_when_rank_0_closes_waits_no_longer() -> None:
+    """Rank 0 had left the session; who is slow to stop there is waited for by it alone."""
+
+    async def body(ranks: Ranks) -> float:
+        loop = asyncio.get_running_loop()
+        try:
+            async with ranks.session("save") as session:
+                await session.round("plan", 1, add)
+                if ranks.rank == 2:
+                    raise ValueError("late")
+                try:
+                    await asyncio.sleep(3600 if ranks.rank else 0)
+                finally:
+                    await asyncio.sleep(3 * DEADLINES.peer_s if ranks.rank == 1 else 0)
+            await ranks.close()
+        except RankError:
+            assert ranks.rank
+        return loop.time()
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes: Any = await world.run(body)
+            assert max(outcomes[0], *outcomes[2:]) < NOTICED_S
+            assert outcomes[1] < 3 * DEADLINES.peer_s + 1
+
+    run(scenario())
+
+
+def test_a_question_that_rank_0_does_not_hear_any_more_ends() -> None:
+    """It closes, and says so, as the question is on its way."""
+
+    async def body(ranks: Ranks) -> float:
+        loop = asyncio.get_running_loop()
+        try:
+            async with ranks.session("save") as session:
+                await session.round("plan", 1, add)
+                if ranks.rank:
+                    await asyncio.sleep(DEADLINES.peer_s + 1)
+                    await session.round("more", 1, add)
+            await ranks.close()
+        except PeerLostError as error:
+            assert error.ranks == (0,)
+            assert not error.in_doubt
+        return loop.time()
+
+    async def scenario() -> None:
+        async with group(world_size=2) as world:
+            loop = asyncio.get_running_loop()
+            loop.call_later(DEADLINES.peer_s - 1, world.deafen, 1)
+            loop.call_later(DEADLINES.peer_s + 2, world.thaw, 1)
+            outcomes: Any = await world.run(body)
+            assert outcomes[1] < DEADLINES.peer_s + 3
+
+    run(scenario())
+
+
+def test_nobody_is_lost_where_all_stood_still() -> None:
+    """A suspended machine, or a step that holds the interpreter: what others said is there."""
+
+    async def body(ranks: Ranks) -> Json:
+        loop: Any = asyncio.get_running_loop()
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank == 1:
+                await asyncio.sleep(1)
+                loop._now_s += 5 * DEADLINES.peer_s
+            await asyncio.sleep(DEADLINES.peer_s)
+            return await session.round("commit", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert await world.run(body) == [WORLD] * WORLD
+
+    run(scenario())
+
+
+class Exit(BaseException):
+    """What ends a process: `SystemExit` would end the loop as well."""
+
+
+def test_what_ends_a_process_waits_for_nobody_and_is_told_to_all() -> None:
+    """There is no time for the others to stop."""
+    ended_s: dict[int, float] = {}
+
+    async def body(ranks: Ranks) -> None:
+        try:
+            async with ranks.session("save"):
+                if ranks.rank == 2:
+                    raise Exit
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(5)
+        finally:
+            ended_s[ranks.rank] = asyncio.get_running_loop().time()
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert isinstance(outcomes.pop(2), Exit)
+            assert ended_s[2] < 1
+            assert errors_of(outcomes)[0].causes == {2: "Exit"}
+
+    run(scenario())
+
+
 def test_a_block_that_takes_the_stop_for_something_else_fails_all_the_same() -> None:
     """Whoever swallows the cancellation meets it again at the next round, or at the end."""
 
@@ -609,6 +834,45 @@ def test_a_block_that_takes_the_stop_for_something_else_fails_all_the_same() -> 
             except asyncio.CancelledError:
                 if ranks.rank == 1:
                     await session.round("commit", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
+
+    run(scenario())
+
+
+def test_a_block_that_takes_the_stop_for_its_own_end_fails_all_the_same() -> None:
+    """Where it waits for something else than the others, too."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank == 3:
+                raise ValueError("no")
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
+
+    run(scenario())
+
+
+def test_a_task_that_was_cancelled_before_hears_of_a_failure_as_such() -> None:
+    """It cleans up in a session, say: only what is cancelled there is a cancellation of it."""
+
+    async def body(ranks: Ranks) -> None:
+        task: Any = asyncio.current_task()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank == 3:
+                raise ValueError("no")
+            await asyncio.Event().wait()
 
     async def scenario() -> None:
         async with group() as world:
@@ -664,7 +928,7 @@ def test_a_lost_rank_is_named_by_all_in_time(how: str, rank: int, where: str) ->
     async def body(ranks: Ranks) -> None:
         if where == "outside":
             await asyncio.sleep(NOTICED_S + 1)
-        async with ranks.session("save", commits=where == "round") as session:
+        async with ranks.session("save", commits=where != "question") as session:
             if where == "round":
                 decide_for_good(ranks, session)
             if where in {"round", "question"}:
@@ -709,6 +973,22 @@ def test_a_rank_that_wakes_up_knows_that_it_was_given_up() -> None:
             with pytest.raises(PeerLostError):
                 await stay(world.ranks[3])
             assert loop.time() < 2 * DEADLINES.peer_s
+
+    run(scenario())
+
+
+def test_a_rank_that_is_not_heard_is_told_and_stops() -> None:
+    """It hears the others: a way may be lost in one direction. Nobody counts on it any more."""
+
+    async def scenario() -> None:
+        async with group() as world:
+            end, _ = world._ends[3]
+            end.hold(held=True)
+            errors = errors_of(await world.run(stay))
+            assert "nothing was heard of it for 10 s" in str(errors[3])
+            assert isinstance(errors[3], PeerLostError)
+            assert errors[3].ranks == (3,)
+            assert asyncio.get_running_loop().time() <= NOTICED_S + 2
 
     run(scenario())
 
@@ -765,6 +1045,30 @@ def test_ranks_close_in_any_order() -> None:
     run(scenario())
 
 
+def test_who_needs_rank_0_hears_at_once_that_it_has_closed() -> None:
+    """Those that wait for it in a session, and it does not wait for them."""
+
+    async def body(ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            await asyncio.sleep(1)
+            await ranks.close()
+            return
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert outcomes.pop(0) is None
+            for error in errors_of(outcomes):
+                assert isinstance(error, PeerLostError)
+                assert error.ranks == (0,)
+                assert "it closed its engine" in str(error)
+            assert asyncio.get_running_loop().time() < 2
+
+    run(scenario())
+
+
 def test_large_messages_pass() -> None:
     """Larger than a slice and than what a connection takes at a time; while others talk."""
     text = "x" * (1 << 20)
@@ -781,6 +1085,7 @@ def test_large_messages_pass() -> None:
     async def scenario() -> None:
         async with group() as world:
             assert await world.run(body) == [[(r + 1) % WORLD, len(text)] for r in range(WORLD)]
+            assert asyncio.get_running_loop().time() < DEADLINES.beat_s / 2  # no beat moves them on
 
     run(scenario())
 

@@ -16,7 +16,7 @@ from ckptio.ranks.frames import (
     unpack_hosts,
 )
 from ckptio.ranks.hub import Hub
-from ckptio.ranks.interface import Deadlines
+from ckptio.ranks.interface import Deadlines, Same
 
 if TYPE_CHECKING:
     from ckptio.ranks.frames import Head
@@ -172,6 +172,120 @@ def test_taking_back_a_decision_begins_no_session() -> None:
     assert post.verdict().in_doubt
     post.hub.decisive("save", is_on=False)
     assert post.hub.num_meetings == 0
+
+
+def test_who_does_not_come_to_a_later_round_is_named() -> None:
+    """Each round is waited for from its first message on, and a decision for as long as it takes.
+
+    Between rounds, nobody is waited for.
+    """
+    post = Post(3)
+    post.now_s = 1000.0
+    decided(post)
+    for _ in range(2):
+        post.now_s += 61
+        post.hub.tick()
+        assert post.sent == []
+    assert post.hub.answer("save", Same(None))
+    post.now_s += 61
+    post.hub.tick()
+    assert post.heads(Stop) == []
+    for rank in (0, 1):
+        post.hub.say(rank, "save", "commit", rank)
+        post.now_s += 30
+        post.hub.tick()
+        assert post.heads(Stop) == []
+    post.now_s += 1
+    post.hub.tick()
+    assert post.heads(Stop) == [0, 1, 2]
+    for rank in range(3):
+        post.hub.stopped(rank, "save")
+    assert post.verdict().causes == {2: "did not come"}
+    assert "rank 2 did not come to round 'commit' within 60 s" in post.verdict().text
+    post.hub.say(2, "next", "plan", 2)  # it is at another call than the others now
+    assert post.heads(Stop)[3:] == [0, 1, 2]
+
+
+def test_who_does_not_stop_is_waited_for_from_the_failure_on() -> None:
+    """What rank 0 answers afterwards is heard by nobody."""
+    post = Post(3)
+    decided(post)
+    post.now_s = 1000.0
+    post.hub.failed(2, "save", "ValueError: no")
+    post.hub.stopped(1, "save")
+    post.now_s += 60
+    post.hub.tick()
+    assert post.heads(End) == []
+    post.now_s += 1
+    post.hub.tick()
+    assert post.verdict().causes == {0: "has not stopped within 60 s", 2: "ValueError: no"}
+    assert not post.hub.answer("save", Same(None))
+    assert post.heads(Answer) == []
+    assert post.hub.num_meetings == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_leaves_before_a_round_fails_the_session_at_once(*, is_first: bool) -> None:
+    """Whether others come to the round before or after; nobody waits until time is up."""
+    post = Post(3)
+    if is_first:
+        post.hub.left(2, "save")
+        assert post.heads(Stop) == []
+    post.hub.say(1, "save", "plan", 1)
+    if not is_first:
+        post.hub.left(2, "save")
+    assert {0, 1} <= {*post.heads(Stop)}
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert "rank 2 left before round 'plan'" in post.verdict().text
+    assert post.heads(End) == [0, 1]
+
+
+def test_who_comes_to_a_round_twice_fails_the_session() -> None:
+    """The second message would be taken for one of the next round, or replace the first."""
+    post = Post(2)
+    for _ in range(2):
+        post.hub.say(1, "save", "plan", 1)
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert "rank 1 came to a round before the last one was over" in post.verdict().text
+
+
+def test_a_rank_that_is_lost_last_gives_the_others_their_verdict() -> None:
+    """They have stopped and wait for it alone."""
+    post = Post(3)
+    post.hub.failed(1, "save", "ValueError: no")
+    post.hub.stopped(0, "save")
+    assert post.heads(End) == []
+    post.hub.lose(2, "its connection ended")
+    assert post.heads(End) == [0, 1]
+    assert post.hub.num_meetings == 0
+
+
+def test_the_cause_on_rank_0_is_told_however_many_there_are() -> None:
+    """It decides for all: what a single process would be told is told by its class."""
+    post = Post(100)
+    for rank in reversed(range(100)):
+        post.hub.failed(rank, "save", f"OSError: of rank {rank}")
+    verdict = post.verdict()
+    assert verdict.causes[0] == "OSError: of rank 0"
+    assert len(verdict.causes) == MAX_CAUSES + 1
+    assert f"and on {100 - MAX_CAUSES - 1} more" in verdict.text
+
+
+def test_no_session_begins_when_calls_may_belong_together_no_more() -> None:
+    """The first reason is what all hear. Sessions that have begun go on."""
+    post = Post(2)
+    post.hub.say(1, "load", "plan", 1)
+    post.hub.part("ranks made different calls")
+    post.hub.part("something else")
+    post.hub.say(0, "load", "plan", 0)
+    assert post.ready == {"load": [0, 1]}
+    post.hub.say(1, "save", "plan", 1)
+    assert post.heads(Stop) == [0, 1]
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert "ranks made different calls, so the calls of the ranks may" in post.verdict().text
 
 
 def test_a_key_used_twice_fails_the_session() -> None:

@@ -43,9 +43,12 @@ def run(scenario: Coroutine[Any, Any, None], seed: int = 0) -> None:
     """Run on a virtual loop; nothing may be left there."""
 
     async def checked() -> None:
+        loop: Any = asyncio.get_running_loop()
         async with asyncio.timeout(_HANGS_S):  # timers go on when everybody waits for everybody
             await scenario
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        beating = [timer for timer in loop._scheduled if "Pulse" in repr(timer)]
+        assert all(timer.cancelled() for timer in beating)
 
     run_virtual(checked(), seed=seed)
 

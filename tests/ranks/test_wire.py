@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio.errors import PeerLostError
 from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.frames import (
     MAX_HELLO_NBYTES,
@@ -21,7 +22,9 @@ from ckptio.ranks.frames import (
     Say,
     Taken,
     Welcome,
+    decode,
     decode_verdict,
+    describe,
     encode_body,
     pack_head,
     parse_head,
@@ -170,15 +173,38 @@ def test_what_is_no_hello_ends_the_connection(data: bytes) -> None:
     run(scenario())
 
 
+def test_a_slow_peer_holds_little_of_a_large_message() -> None:
+    """It goes on as the peer takes it, and is whole in the end."""
+
+    async def scenario() -> None:
+        receiver: Any = None
+        wire, stranger = Wire(receiver), Stranger()
+        end, _ = MemoryRanks(2).connect(wire, stranger)
+        end.hold(held=True)
+        body = bytes(1 << 20)
+        wire.send(Say("s", "p"), body)
+        await asyncio.sleep(1)
+        assert 0 < end.sent_nbytes <= len(body) / 4
+        end.hold(held=False)
+        await asyncio.sleep(1)
+        assert len(stranger.received) == len(pack_head(Say("s", "p"), body)) + len(body)
+        wire.cut()
+
+    run(scenario())
+
+
 def test_a_guest_that_says_nothing_is_shown_out() -> None:
     """A byte now and then does not help it."""
 
     async def scenario() -> None:
         door = Door()
-        stranger, end = door.enter(hello()[:4])
-        for _ in range(20):
+        data = hello()
+        await asyncio.sleep(6)
+        stranger, end = door.enter(data[:4])
+        for start in range(4, 20):  # so that nothing of it is wrong
+            assert start > 12 or not stranger.is_over
             await asyncio.sleep(1)
-            end.write(b" ")
+            end.write(data[start : start + 1])
         assert stranger.is_over
         await door.meet()
 
@@ -202,6 +228,63 @@ def test_a_rank_is_let_in_once_and_again_when_it_has_gone() -> None:
         third, _ = door.enter(hello(world_size=3), hello(world_size=3, rank=2))
         await asyncio.sleep(1)
         assert Taken() in third.heads()
+        await door.leader.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("way", "reason", "within_s"),
+    [
+        ("ends", "reset by peer", 1.0),
+        ("refuses", "refused: not a member of this group", 1.0),
+        ("is silent", "no answer within 5 s", 5.0),
+        ("does not let in", "no answer within 5 s", 5.0),
+        ("cannot be reached", "no route", 1.0),
+    ],
+)
+def test_who_is_not_taken_knows_why_in_time(way: str, reason: str, within_s: float) -> None:
+    """Another program may be there, or nobody; it may be tried elsewhere then."""
+
+    async def scenario() -> None:
+        door = Door()
+        member = Member(1, 2, "guess", DEADLINES, "h1")
+
+        async def connect(make: Callable[[], asyncio.Protocol]) -> None:
+            if way == "does not let in":
+                await asyncio.Event().wait()
+            if way == "cannot be reached":
+                raise OSError("no route")
+            there = door.leader.guest() if way == "refuses" else Stranger()
+            _, end = door.world.connect(make(), there)
+            if way == "ends":
+                end.abort()
+
+        assert reason in await member.knock(connect, 5)
+        assert asyncio.get_running_loop().time() <= within_s
+        assert member.address == member.rank_0_address == ""
+        await member.close()
+        await door.meet()
+
+    run(scenario())
+
+
+def test_who_was_taken_does_not_wait_for_ever_for_the_others() -> None:
+    """Nor for rank 0, where that does not say who has not come."""
+
+    async def scenario() -> None:
+        door = Door()
+        door.leader.world_size = 3
+        member = Member(1, 3, "secret", DEADLINES, "h1")
+
+        async def connect(make: Callable[[], asyncio.Protocol]) -> None:
+            door.world.connect(make(), door.leader.guest())
+
+        assert await member.knock(connect, 5) == ""
+        with pytest.raises(PeerLostError, match="rank 0: it did not begin within 7 s") as caught:
+            await member.gather(7)
+        assert caught.value.ranks == (0,)
+        await member.close()
         await door.leader.close()
 
     run(scenario())
@@ -239,9 +322,9 @@ def test_who_did_not_come_is_named_on_every_rank() -> None:
     """By rank 0 to those who came, in the same words."""
 
     async def scenario() -> None:
-        leader = Coordinator(4, "secret", DEADLINES, "h0")
         door = Door()
-        door.leader = leader
+        await door.leader.close()
+        door.leader = leader = Coordinator(4, "secret", DEADLINES, "h0")
         stranger, _ = door.enter(hello(world_size=4, rank=2))
         with pytest.raises(ConnectionError) as caught:
             await leader.gather(5)
@@ -289,3 +372,16 @@ async def test_a_wire_knows_where_its_ends_are(host: str, address: str) -> None:
     assert (wire.own_address, wire.peer_address) == (address, "10.9.9.9")
     wire.connection_made(asyncio.Transport({"sockname": ("10.9.9.9", 2), "peername": (host, 1)}))
     assert (wire.own_address, wire.peer_address) == ("10.9.9.9", address)
+
+
+def test_what_went_wrong_is_told_in_a_short_text_that_any_peer_can_read() -> None:
+    """The first error of a group; names of files that are no text are escaped."""
+    error = ExceptionGroup("many", [ExceptionGroup("few", [OSError(5, "no", "a\udcff")])])
+    text = describe(error)
+    assert text.startswith("OSError: [Errno 5] no: ")
+    assert decode(encode_body(text)) == text
+    assert describe(ValueError()) == "ValueError"
+    assert describe(asyncio.CancelledError()) == "it was cancelled there"
+    text = describe(ValueError("x" * 5000))
+    assert text.endswith("xxx...")
+    assert len(text) == 1000
