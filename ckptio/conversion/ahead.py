@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from ckptio.conversion.source import PART_NBYTES, parts_of
+from ckptio.conversion.unfit import UnfitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,6 +108,20 @@ class LazyPlanner(DefaultSavePlanner):
         self._advance(part.nbytes)
         self._lent = self._ahead.pop(key)
         return self._lent
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # its name
+        """Pickle a value; see `dcp.SavePlanner`.
+
+        Raises:
+            UnfitError: `torch.save` does not take it.
+        """
+        try:
+            return super().transform_object(write_item, object)
+        except RuntimeError as error:
+            raise UnfitError(
+                f"{write_item.index.fqn!r} is a value that DCP cannot write: {error}; leave it out"
+                " with select="
+            ) from None
 
     def _read_ahead(self, key: _Key) -> None:
         """Read a part, and those that are asked for next."""

@@ -150,23 +150,19 @@ def write_dcp(
 
     Raises:
         CheckpointExistsError: There is one, and it may not go.
-        UnfitError: The state is no dict, or has elements that DCP does not know, or parts that
-            would have one name.
+        UnfitError: The state is no dict, or has elements that DCP does not know, parts that would
+            have one name, or a value that `torch.save` does not take.
     """
     if not overwrite and os.path.lexists(f"{path}/{METADATA}"):
         with contextlib.suppress(OSError):  # of one that was killed when all was done
             os.rmdir(f"{path}/{_ASIDE}")
         raise CheckpointExistsError(path)
+    _require_known(source)
     entries: dict[int, TensorEntry] = {}
     standing = []
 
     def stand_in(index: int) -> torch.Tensor:
         entry = source.manifest.tensors[index]
-        if entry.dtype in BIT_DTYPES:
-            raise UnfitError(
-                f"{entry.name!r} has elements of type {entry.dtype}, which DCP cannot write: it"
-                " takes their size to be that of an integer; leave it out with select="
-            )
         tensor = new_like(entry)
         entries[id(tensor)] = entry
         standing.append(tensor)  # alive, so that its identity stays its own
@@ -219,6 +215,20 @@ def _place_inside(path: str, made: Sequence[str], config: CheckpointConfig) -> I
     finally:
         PosixFiles().close(fd)
         remove_empty(made)
+
+
+def _require_known(source: Source) -> None:
+    """Refuse elements of types that DCP does not know.
+
+    Raises:
+        UnfitError: There are some.
+    """
+    for leaf in source.leaves():
+        if leaf.stored_dtype in BIT_DTYPES:
+            raise UnfitError(
+                f"{leaf.name!r} has elements of type {leaf.stored_dtype}, which DCP cannot write:"
+                " it takes their size to be that of an integer; leave it out with select="
+            )
 
 
 def _require_names(state: dict[str, Any], path: str) -> None:

@@ -528,6 +528,32 @@ def test_elements_that_dcp_does_not_know_are_refused_by_name(name: str, tmp_path
     assert torch.equal(found.view(torch.int16), bits.view(torch.int16))
 
 
+@pytest.mark.parametrize("name", ["uint4", "bits8"])
+@pytest.mark.parametrize("holder", [list, tuple])
+def test_views_as_bits_are_refused_for_dcp_by_name(holder: Any, name: str, tmp_path: Path) -> None:
+    """They are no elements of bits where they are stored."""
+    base = torch.arange(6, dtype=torch.uint8)
+    state = {"views": holder([base[1:3].view(getattr(torch, name))]), "w": base}
+    source = save_as("ours", tmp_path / "source", state)
+    with pytest.raises(FormatError, match=rf"'views\.0' has elements of type {name}"):
+        sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert not (tmp_path / "dcp").exists()
+    sync.convert(source, tmp_path / "dcp", to="dcp", select="w", config=SMALL)
+
+
+def test_views_of_two_types_in_a_value_are_refused_for_dcp_by_name(tmp_path: Path) -> None:
+    """It pickles a tuple, and `torch.save` takes one type of each storage; alone each is taken."""
+    base = torch.arange(6.0)
+    pair = base[1:3], base.view(torch.int32)[2:5]
+    source = save_as("ours", tmp_path / "source", {"pair": pair, "w": base})
+    with pytest.raises(FormatError, match="'pair' is a value that DCP cannot write: Cannot save"):
+        sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert not (tmp_path / "dcp").exists()
+    source = save_as("ours", tmp_path / "apart", {"pair": list(pair), "w": base})
+    sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert_same_state(sync.load(tmp_path / "dcp", config=SMALL)["pair"], list(pair))
+
+
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 @pytest.mark.parametrize("name", ["int4", "bits16"])
 def test_views_of_bits_are_converted(name: str, to: Any, tmp_path: Path) -> None:
