@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import pickle
 from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -229,6 +231,8 @@ def lies() -> dict[str, Any]:
         "transformed": lambda m: place(m, transform_descriptors=["zstd"]),
         "no place": lambda m: m.storage_data.clear(),
         "no table": lambda m: setattr(m, "storage_data", None),
+        "a place of nothing": lambda m: m.storage_data.update(x=StorageMeta()),
+        "a place that is none": lambda m: m.storage_data.update({MetadataIndex("x"): 3}),
         "another type": lambda m: tensor(m, properties=TensorProperties(dtype=torch.float64)),
         "no type": lambda m: tensor(m, properties=None),
         "a bad size": lambda m: tensor(m, size=(-1, 2)),
@@ -406,6 +410,16 @@ def test_a_tensor_in_a_value_may_be_called_as_another_is(tmp_path: Path) -> None
             assert_same_state(engine.load(folder, select="c"), {"c": state["c"]})
     names = {tensor.name for tensor in sync.inspect(folder, config=SMALL).tensors}
     assert names == {"a.b~3", "a.b.c", "a.b.c~2", "a.b~2", "c"}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 3), (3, 2), (1, 2), (2, 0)])
+def test_a_chunk_that_lies_in_another_order_comes_back(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Stock DCP writes a tensor with the strides that it has."""
+    turned = torch.arange(float(math.prod(shape))).reshape(shape).transpose(0, -1)
+    folder = save_dcp(tmp_path / "turned", {"w": turned})
+    assert_same_state(sync.load(folder, config=SMALL), {"w": turned})
 
 
 def test_selecting_nothing_that_is_there_says_so(folder: Path) -> None:

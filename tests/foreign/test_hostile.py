@@ -211,6 +211,46 @@ def test_a_chunk_whose_header_reaches_into_the_next_member_is_refused() -> None:
         find_tensor(lambda a, b: bytes(data[a:b]), len(data), "float32", (10,))
 
 
+def test_a_tensor_whose_header_reaches_into_the_next_member_is_refused(tmp_path: Path) -> None:
+    """In a file of torch.save, too, of which the directory alone is looked at first."""
+    data = bytearray(saved({"a": torch.zeros(10), "b": torch.ones(10)}))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (info,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    extra = info.header_offset + 28
+    more = int.from_bytes(data[extra : extra + 2], "little") + 64
+    data[extra : extra + 2] = more.to_bytes(2, "little")
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="over each other"):
+        sync.load(tmp_path / "file.pt", config=SMALL)
+    assert sync.load(tmp_path / "file.pt", select="b", config=SMALL)["b"].eq(1).all()
+
+
+def test_a_tensor_that_is_larger_than_its_member_is_refused(tmp_path: Path) -> None:
+    """It would go on with the bytes of the next one."""
+    data = saved({"a": torch.zeros(10), "b": torch.ones(10)})
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl")))
+    larger = pickled.replace(b"K\x0a", b"K\x10")  # elements of the storages and of the tensors
+    assert larger != pickled
+    data = repacked(data, compress=lambda _: False, **{"data.pkl": larger})
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="larger than its member"):
+        sync.load(tmp_path / "file.pt", config=SMALL)
+
+
+def test_a_chunk_that_begins_before_its_storage_is_left_to_torch() -> None:
+    """Which refuses it; read as it says, it had the header of its member for an element."""
+    data = saved(torch.arange(10.0)[1:])
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read("archive/data.pkl")
+    assert pickled.count(b"QK\x01") == 1
+    pickled = pickled.replace(b"QK\x01", b"QJ" + struct.pack("<i", -1))
+    moved = repacked(data, compress=lambda _: False, **{"data.pkl": pickled})
+    for raw, is_there in ((data, True), (moved, False)):
+        found = find_tensor(lambda a, b, raw=raw: raw[a:b], len(raw), "float32", (9,))  # type: ignore[misc]
+        assert (found is not None) == is_there
+
+
 def call(module: str, name: str, *args: bytes) -> bytes:
     """Pickle a call."""
     return f"c{module}\n{name}\n(".encode() + b"".join(args) + b"tR"

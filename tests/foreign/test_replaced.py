@@ -121,3 +121,15 @@ def test_a_file_that_is_another_by_now_is_not_looked_at_as_the_same(tmp_path: Pa
     (tmp_path / "latest.pt").symlink_to(second)
     with pytest.raises(CheckpointChangedError):
         folder.status("latest.pt")
+
+
+def test_a_file_that_goes_after_it_was_looked_at_is_a_change(tmp_path: Path) -> None:
+    """Whoever loads is told to begin anew, and not that a path is wrong."""
+    path = save_as("torch.save", tmp_path / "1", 1.0)
+    folder = LocalFolder(str(path.parent))
+    assert folder.status(path.name) is not None
+    path.unlink()
+    with pytest.raises(CheckpointChangedError):
+        folder.read(path.name, 0, 4)
+    with pytest.raises(CheckpointChangedError):
+        folder.open(path.name, 4)

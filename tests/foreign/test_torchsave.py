@@ -336,6 +336,29 @@ def test_a_container_inside_itself_or_too_many_is_left_out_if_nobody_wants_it(
             sync.load(tmp_path / "x.pt", config=SMALL, select=select)
 
 
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    """Stand for what a trusted function makes of a tensor."""
+    return tensor * 2
+
+
+class Doubled:
+    """Comes back as twice what it was made of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return double, (self.tensor,)
+
+
+def test_a_tensor_that_is_made_while_it_is_loaded_has_its_own_values(tmp_path: Path) -> None:
+    """It is made of what is in the file, which is loaded as a whole for that, not of holes."""
+    w = torch.arange(1.0, 7.0)
+    torch.save({"w": w, "made": Doubled(w)}, tmp_path / "x.pt")
+    with torch.serialization.safe_globals([double]):
+        assert_same_state(sync.load(tmp_path / "x.pt", config=SMALL), {"w": w, "made": w * 2})
+
+
 def test_arrays_of_numpy_are_refused_with_what_lets_them_in(tmp_path: Path) -> None:
     """`weights_only` does not take them unasked; who trusts the file may say that it does."""
     file, array = tmp_path / "x.pt", np.arange(5)
