@@ -372,7 +372,8 @@ def _followed(path: str) -> str:
         with contextlib.suppress(OSError):
             if os.path.realpath(path) == path:
                 return path
-            look_anew(path)  # another host may have moved the link
+            for end in [i for i, char in enumerate(path) if char == "/" and i] + [len(path)]:
+                look_anew(path[:end])  # another host may have moved a link on the way
             return os.path.realpath(path)
     return path
 

@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,7 +44,6 @@ from tests.rig import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from concurrent.futures import Executor
-    from pathlib import Path
 
     from ckptio.testing import Operation
 
@@ -286,15 +286,17 @@ def test_a_file_that_another_host_has_removed_is_at_no_place(
 async def test_a_link_that_another_host_moved_is_followed(
     tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`latest` leads to where it leads now."""
+    """`latest` leads to where it leads now, and so does what is below it."""
     link = tmp_path / "latest"
     link.symlink_to(tmp_path / "step-2")
+    (tmp_path / "step-2" / "ema").mkdir(parents=True)
     client = Client(monkeypatch)
-    for follow in ("identify", "identity"):
-        storage = storage_at(link, executor)
-        client.links[str(link)] = str(tmp_path / "step-1")
-        found = await storage.identify() if follow == "identify" else storage.identity
-        assert found == str(tmp_path / "step-2")
+    for name in ("", "/ema"):
+        for follow in ("identify", "identity"):
+            storage = storage_at(Path(f"{link}{name}"), executor)
+            client.links[str(link)] = str(tmp_path / "step-1")
+            found = await storage.identify() if follow == "identify" else storage.identity
+            assert found == f"{tmp_path}/step-2{name}"
 
 
 @pytest.mark.parametrize("kind", ["open", "pread"])
