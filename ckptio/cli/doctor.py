@@ -218,7 +218,7 @@ def _sync(folder: str) -> tuple[State, str]:
     return "yes", "fsync of files and of directories works"
 
 
-def _cachestat(folder: str) -> tuple[State, str]:
+def _page_cache(folder: str) -> tuple[State, str]:
     fd = PosixFiles().create(f"{folder}/cached", 0o600, direct=False)
     try:
         os.write(fd, b"x" * PAGE_NBYTES)
@@ -226,8 +226,8 @@ def _cachestat(folder: str) -> tuple[State, str]:
     finally:
         os.close(fd)
     if pages is None:
-        return "slow", "cachestat is not there (Linux 6.5 has it): loads do not know what is cached"
-    return "yes", "cachestat works: loads take from the page cache what is there"
+        return "slow", "nobody tells what is in the page cache: loads read the disk"
+    return "yes", "the kernel tells what is in the page cache: loads take it from there"
 
 
 def _lease(folder: str) -> tuple[State, str]:
@@ -266,7 +266,7 @@ _CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
     "exchange": _exchange,
     "locks": _lock,
     "fsync": _sync,
-    "cachestat": _cachestat,
+    "page cache": _page_cache,
     "leases": _lease,
     "copies": _stream,
     "small copies": _share,

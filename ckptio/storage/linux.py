@@ -9,13 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import mmap
 
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
@@ -33,9 +30,9 @@ _STATFS_NBYTES = 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
-_FUSE = 0x65735546
-#: Whether a device without a disk is of FUSE: a server may be asked for what `fstatfs` says.
-_fuse_devices: dict[int, bool] = {}
+_FUSE, _OVERLAY = 0x65735546, 0x794C7630
+#: File systems of devices without a disk: a server may be asked for what `fstatfs` says.
+_file_systems: dict[int, int | None] = {}
 
 #: Made once: each is a class, which is a reference cycle, and ctypes keeps none.
 _Statx = ctypes.c_uint32 * (_STATX_NBYTES // 4)
@@ -44,6 +41,8 @@ _CacheSpan = ctypes.c_uint64 * 2
 _CacheCounts = ctypes.c_uint64 * 5
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +73,40 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 
 
 def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
-    """Count the pages of a range that are in the page cache; `None` before Linux 6.5."""
+    """Count the pages of a range that are in the page cache; `None` if nobody tells.
+
+    Before Linux 6.5, and of files of overlayfs, which have their pages in the file system below, a
+    map of the range is asked. That tells those who own a file, or may write to it (mincore(2)).
+    """
     span = _CacheSpan(offset, nbytes)
     result = _CacheCounts()
     failed = _libc.syscall(
         _SYS_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(result), ctypes.c_uint(0)
     )
-    return None if failed else int(result[0])
+    if failed or (not result[0] and _diskless(fd) == _OVERLAY):
+        return _num_mapped_pages(fd, offset, nbytes)
+    return int(result[0])
+
+
+def _num_mapped_pages(fd: int, offset: int, nbytes: int) -> int | None:
+    """Count them by a map that nobody reads; see `num_cached_pages`."""
+    try:
+        is_told = os.geteuid() in (0, os.fstat(fd).st_uid)
+    except OSError:
+        return None
+    if not is_told and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
+        return None  # the kernel would say of all that they are there
+    start = offset % mmap.PAGESIZE
+    size, first = ctypes.c_size_t(start + nbytes), ctypes.c_int64(offset - start)
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, first)
+    if address == _MAP_FAILED:
+        return None
+    pages = bytearray(-(-size.value // mmap.PAGESIZE))
+    try:
+        answer = ctypes.byref(ctypes.c_char.from_buffer(pages))
+        return None if _libc.mincore(ctypes.c_void_p(address), size, answer) else pages.count(1)
+    finally:
+        _libc.munmap(ctypes.c_void_p(address), size)
 
 
 def is_of_this_host(fd: int) -> bool:
@@ -89,13 +115,24 @@ def is_of_this_host(fd: int) -> bool:
 
 
 def is_on_fuse(fd: int) -> bool:
-    """Whether a file is on a mount of FUSE. The answer is kept, by the number of the device."""
-    device = os.fstat(fd).st_dev
-    if os.major(device):  # it has a disk
-        return False
-    if device not in _fuse_devices:
-        _fuse_devices[device] = _file_system(fd) == _FUSE
-    return _fuse_devices[device]
+    """Whether a file is on a mount of FUSE."""
+    return _diskless(fd) == _FUSE
+
+
+def _diskless(fd: int) -> int | None:
+    """Give the kind of a file system that has no disk; `None` of any other.
+
+    The answer is kept by the number of the device, which another mount may have later.
+    """
+    try:
+        device = os.fstat(fd).st_dev
+    except OSError:
+        return None
+    if os.major(device):
+        return None
+    if device not in _file_systems:
+        _file_systems[device] = _file_system(fd)
+    return _file_systems[device]
 
 
 def _file_system(fd: int) -> int | None:

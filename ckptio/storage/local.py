@@ -261,7 +261,7 @@ class LocalStorage:
             raise storage_error(error, path, "cannot open a data file") from error
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
-        """Look into the page cache; see `interface.Storage`. False before Linux 6.5."""
+        """Look into the page cache; see `interface.Storage`. False if nobody tells."""
         return await run_blocking(self._executor, self._is_cached, ranges)
 
     def _is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:

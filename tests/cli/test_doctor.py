@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMES = [
-    "direct I/O", "reserving room", "exclusive names", "exchange", "locks", "fsync", "cachestat",
+    "direct I/O", "reserving room", "exclusive names", "exchange", "locks", "fsync", "page cache",
     "leases", "copies", "small copies",
 ]  # fmt: skip
 

@@ -197,10 +197,10 @@ async def test_on_fuse_a_manifest_that_was_replaced_is_read_at_once(
 def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that has a disk is not; of any other one a server may be asked, and is once."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        monkeypatch.setattr(linux, "_fuse_devices", {})
+        monkeypatch.setattr(linux, "_file_systems", {})
         assert not linux.is_on_fuse(file.fileno())
         answers = iter([0x65735546])
-        monkeypatch.setattr(linux, "_fuse_devices", {})
+        monkeypatch.setattr(linux, "_file_systems", {})
         monkeypatch.setattr(linux, "_file_system", lambda _: next(answers))
         assert all(linux.is_on_fuse(file.fileno()) for _ in range(3))
     monkeypatch.setattr(os, "major", lambda _: 8)

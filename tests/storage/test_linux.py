@@ -36,15 +36,57 @@ def test_alignment_of_no_file_is_nothing() -> None:
     assert linux.direct_alignment(-1) is None
 
 
+@pytest.fixture(params=["cachestat", "before Linux 6.5"])
+def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for what is in the page cache in one way, or the other."""
+    if request.param != "cachestat":
+        monkeypatch.setattr(linux, "_SYS_CACHESTAT", -1)
+
+
+@pytest.mark.usefixtures("asking")
 def test_pages_just_written_are_in_the_page_cache(fd: int) -> None:
-    """Where the kernel counts, it counts every page of what was just written, and no other."""
+    """Every page of what was just written is counted, wherever it begins, and no other."""
     os.pwrite(fd, bytes(5 * mmap.PAGESIZE), 0)
-    count = linux.num_cached_pages(fd, mmap.PAGESIZE, 3 * mmap.PAGESIZE)
-    assert count in (3, None)
-    if count is not None:
-        assert linux.num_cached_pages(fd, 1 << 30, mmap.PAGESIZE) == 0
+    assert linux.num_cached_pages(fd, mmap.PAGESIZE, 3 * mmap.PAGESIZE) == 3
+    assert linux.num_cached_pages(fd, mmap.PAGESIZE + 100, 2 * mmap.PAGESIZE) == 3
+    assert linux.num_cached_pages(fd, mmap.PAGESIZE, 1) == 1
+    assert linux.num_cached_pages(fd, 4 * mmap.PAGESIZE, 3 * mmap.PAGESIZE) == 1
+    assert linux.num_cached_pages(fd, 1 << 30, mmap.PAGESIZE) == 0
 
 
+@pytest.mark.usefixtures("asking")
+def test_of_what_is_no_file_nobody_can_tell() -> None:
+    """What has no pages has none there; what is not open has nothing."""
+    read, write = os.pipe()
+    assert not linux.num_cached_pages(read, 0, 1)
+    os.close(read)
+    os.close(write)
+    assert linux.num_cached_pages(write, 0, 1) is None
+    assert not linux.is_on_fuse(write)
+
+
+def test_of_another_users_file_a_map_tells_nothing(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would say that all is there, unless one may write to it."""
+    os.pwrite(fd, bytes(mmap.PAGESIZE), 0)
+    monkeypatch.setattr(linux, "_SYS_CACHESTAT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.fstat(fd).st_uid + 1)
+    assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == 1  # root may write to any
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) is None
+
+
+def test_of_overlayfs_a_map_is_asked(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have no pages of their own."""
+    monkeypatch.setattr(linux, "_num_mapped_pages", lambda *_: 7)
+    assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) in (0, 7)
+    monkeypatch.setattr(os, "major", lambda _: 0)
+    monkeypatch.setattr(linux, "_file_systems", {os.fstat(fd).st_dev: 0x794C7630})
+    assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == 7
+
+
+@pytest.mark.usefixtures("asking")
 def test_asking_the_kernel_leaves_no_circle(fd: int) -> None:
     """Types of arrays are classes: made anew at each call, they are garbage for the collector."""
     os.write(fd, b"x" * 4096)
