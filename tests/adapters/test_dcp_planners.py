@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import io
 import threading
@@ -253,3 +254,30 @@ class AskedPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         self.asked.append(write_item.index.fqn)
         return super().resolve_data(write_item)
+
+
+class Leaving(DefaultSavePlanner):
+    """Raises what no loop passes on, at the tensor that is written last."""
+
+    def __init__(self, leave: type[BaseException]) -> None:
+        super().__init__()
+        self.leave = leave
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn == "b":
+            raise self.leave
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize(
+    "leave", [StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
+)
+def test_a_planner_that_leaves_ends_its_save(tmp_path: Path, leave: type[BaseException]) -> None:
+    """It runs on a thread of the engine: whoever waits for the save is told, and is not left."""
+    before = {"a": torch.zeros(9), "b": torch.zeros(3)}
+    save(before, tmp_path / "c")
+    with cause() as causes:
+        save({"a": torch.ones(9), "b": torch.ones(3)}, tmp_path / "c", planner=Leaving(leave))
+    assert [type(error) for error in causes] == [PlanError]
+    assert type(causes[0].__cause__) is leave
+    assert same(ckptio.sync.load(tmp_path / "c"), before)

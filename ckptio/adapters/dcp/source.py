@@ -231,7 +231,14 @@ class PlannerSource(SourceState):
         leaves = _leaves_of(segment)
         numbers = {leaf: i for i, leaf in enumerate(leaves)}
         pieces = tuple((at, numbers[leaf], start, n) for at, leaf, start, n in segment.pieces)
-        tensors = [self._take(leaf) for leaf in leaves]
+        try:
+            tensors = [self._take(leaf) for leaf in leaves]
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            # an exit ends the engine's loop, and no future takes a StopIteration: nobody would
+            # wake who waits for the save
+            raise PlanError(f"the planner raised {error!r} on a thread of the engine") from error
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         copies: list[PendingCopies] = []
         try:
