@@ -23,6 +23,7 @@ from ckptio.conversion.safetensors import Written  # noqa: TC001  # of a field o
 from ckptio.conversion.source import Source
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.dcp import METADATA
+from ckptio.foreign.folder import split_range
 from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS
 from ckptio.format.manifest import MANIFEST_NAME
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ckptio.conversion.source import Leaf
     from ckptio.format.encode import Json
     from ckptio.state.select import Select
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]
@@ -131,6 +133,8 @@ def run_convert(  # noqa: D417  # `convert` has them
         read = Source(core, source, select, strip, dtype)
         if core.own_storage(source).identity == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
+        if overwrite:
+            _require_spared(core.own_storage(source), read, target, to)
         read.check()
         leaves = list(read.leaves())
         entries = {id(leaf.entry): leaf.entry for leaf in leaves}
@@ -157,6 +161,25 @@ def run_convert(  # noqa: D417  # `convert` has them
         files=tuple(files),
         notes=(*_lost(read.tree, leaves, to, strip), *notes_of(read.manifest)),
     )
+
+
+def _require_spared(storage: Storage, read: Source, target: str, to: str) -> None:
+    """Refuse to replace files that the source is made of.
+
+    Raises:
+        ConfigError: Some would be gone.
+    """
+    at = storage.identity  # a file, or a folder
+    if to not in ("safetensors", "hf") or not os.path.lexists(at):
+        return
+    above, name = os.path.split(os.path.abspath(target))
+    if to == "hf":
+        is_lost = os.path.realpath(target) == os.path.dirname(at) and at.endswith(".safetensors")
+    else:
+        names = [(split_range(file.name) or (file.name,))[0] for file in read.manifest.files]
+        is_lost = os.path.realpath(above) == at and name in (*names, MANIFEST_NAME, METADATA)
+    if is_lost:
+        raise ConfigError(f"{target!r} would replace what {read.path!r} is; give another path")
 
 
 def _require_no_other(target: str, to: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -45,6 +45,9 @@ from tests.foreign.rig import (
 from tests.foreign.test_dcp import save_chunks
 from tests.rig import SMALL
 from tests.strategies import bytes_of
+
+if TYPE_CHECKING:
+    from ckptio.conversion.convert import Format
 
 SOURCES = ("ours", "dcp", "torch.save")
 
@@ -854,3 +857,21 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ("a", "d", "h", "bh", "bs.safetensors", "bo")
     )
     assert not list((tmp_path / "h").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["ours", "hf", "file"])
+def test_a_conversion_does_not_replace_what_it_reads(tmp_path: Path, kind: str) -> None:
+    """Not even with `overwrite`: a file of the source, or the folder that the source is in."""
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    source = tmp_path / "c"
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    if kind == "ours":
+        source = tmp_path / "ours"
+    else:
+        sync.convert(tmp_path / "ours", source, to="hf", max_shard_nbytes=16)
+    part = min(source.glob("*.safetensors"))
+    read, target = (part, source) if kind == "file" else (source, part)
+    to: Format = "hf" if kind == "file" else "safetensors"
+    with pytest.raises(ConfigError, match="give another path"):
+        sync.convert(read, target, to=to, select="a", overwrite=True)
+    assert_same_state(sync.load(source), state)
