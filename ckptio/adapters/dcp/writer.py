@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import threading
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import storage as dcp
@@ -50,7 +52,8 @@ class StorageWriter(dcp.StorageWriter, _Stager):
 
     Use it where a `FileSystemWriter` is used, in `dcp.save` and `dcp.async_save`. What was at
     the path stays whole until the new checkpoint is committed. One writer serves any number of
-    checkpoints, one after the other, and may be pickled.
+    checkpoints, also several at a time where each has a thread, as with `dcp.async_save`, and may
+    be pickled.
 
     Values that are no tensors are kept as `ckptio.save` keeps them, without pickle: what it
     takes, and `io.BytesIO`. Refused by name are objects with `state_dict` below the top of the
@@ -130,13 +133,11 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if path is not None:
             require_path(path, self._options.config)
             self._require_syncing(path)
-        self._next_id: str | None = None
-        self._save: RankSave | None = None
-        self._last_will: weakref.finalize[Any, Any] | None = None
+        self._turns: dict[threading.Thread, _Turn] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the save that is under way and the name of the next: each copy has its own."""
-        return {**self.__dict__, "_next_id": None, "_save": None, "_last_will": None}
+        """Leave out the saves that are under way, and their names: each copy has its own."""
+        return {**self.__dict__, "_turns": {}}
 
     @property
     def checkpoint_id(self) -> PathLike | None:
@@ -149,15 +150,23 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Turn to another checkpoint; see `dcp.StorageWriter`."""
-        self._end()
+        """Turn to another checkpoint, on this thread; see `dcp.StorageWriter`."""
+        for thread, turn in self._turns.copy().items():
+            if not thread.is_alive():  # it has failed, and nobody told
+                self._turns.pop(thread, None)
+                turn.end()
+        before = self._end()
         if checkpoint_id is not None:
             self.path = checkpoint_id
+        elif before.save is None:
+            checkpoint_id = before.path  # another thread may have turned the writer to another
+        self._turn().path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the save."""
-        self._next_id = self._next_id or new_save_id()
-        return StorageMeta(checkpoint_id=self.path, save_id=self._next_id)
+        turn = self._turn()
+        turn.next_id = turn.next_id or new_save_id()
+        return StorageMeta(checkpoint_id=turn.path or self.path, save_id=turn.next_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001, ARG002  # the stock signature
         """Begin a save on this rank; see `dcp.StorageWriter`.
@@ -166,17 +175,17 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             ConfigError: There is no path, or it is none; or ranks save each for itself where
                 a checkpoint of all ranks is; or an option would have no effect there.
         """
-        self._end()
-        if self.path is None:
+        before = self._end()
+        if (to := before.path or self.path) is None:
             raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
-        self._require_syncing(self.path)
-        path = os.fspath(self.path)
+        self._require_syncing(to)
+        path = os.fspath(to)
         rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             self._require_free(path)
             path = place_of_rank(path, rank or 0)
-        save_id, self._next_id = self._next_id or new_save_id(), None
-        self._save = RankSave(path, save_id, rank, self._options)
+        save = RankSave(path, before.next_id or new_save_id(), rank, self._options)
+        self._turns[threading.current_thread()] = _Turn(path=to, save=save)
 
     def _require_syncing(self, path: PathLike) -> None:
         """Refuse not to sync where nobody can say so.
@@ -222,10 +231,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
             StorageError: The place cannot be written.
         """
-        save = self._under_way()
-        tickets = save.begin(len(plans))
+        turn = self._under_way()
+        tickets = turn.rank_save.begin(len(plans))
         # whoever saves and fails on another rank does not tell: then this is what is left to do
-        self._last_will = weakref.finalize(self, save.abandon_aside)
+        turn.last_will = weakref.finalize(self, turn.rank_save.abandon_aside)
         return [
             dataclasses.replace(plan, storage_data=ticket)
             for plan, ticket in zip(plans, tickets, strict=True)
@@ -238,7 +247,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             UnsupportedLeafError: A value has no portable form.
             StorageError: The first failure of any file, on any thread.
         """
-        results = self._under_way().write(plan, planner)
+        results = self._under_way().rank_save.write(plan, planner)
         future: Future[list[dcp.WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -250,27 +259,67 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             StorageError: What a rank wrote is not there, or the manifest cannot be written.
             CommitConflictError: Somebody else committed meanwhile; theirs stands.
         """
-        save = self._under_way()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, save_id=save.save_id)
+        turn = self._under_way()
+        save = turn.rank_save
+        metadata.storage_meta = StorageMeta(checkpoint_id=turn.path, save_id=save.save_id)
         save.finish(metadata, results)
         metadata.storage_data = {
             result.index: {k: v for k, v in result.storage_data.items() if k != "receipt"}
             for ours in results
             for result in ours
         }
-        self._end()
+        for thread, ended in self._turns.copy().items():
+            if ended is turn:
+                self._turns.pop(thread, None)
+        turn.end()
 
-    def _under_way(self) -> RankSave:
-        if self._save is None:
+    def _turn(self) -> _Turn:
+        """Give the save of this thread, begun or not."""
+        return self._turns.setdefault(threading.current_thread(), _Turn())
+
+    def _under_way(self) -> _Turn:
+        """Give the save of this thread; if it has none, the only one of any other."""
+        turns = self._turns.copy()
+        own = turns.get(threading.current_thread())
+        begun = [turn for turn in (turns.values() if own is None else [own]) if turn.save]
+        if len(begun) != 1:
             raise ConfigError("DCP did not set the writer up: use it in dcp.save")
-        return self._save
+        return begun[0]
 
-    def _end(self) -> None:
-        """Be through with a save; remove what it left if it was not committed."""
-        will, self._last_will = self._last_will, None
-        save, self._save = self._save, None
-        if will is not None and will.detach() is not None and save is not None:
-            save.abandon()
+    def _end(self) -> _Turn:
+        """Be through with the save of this thread; gives it."""
+        turn = self._turns.pop(threading.current_thread(), _Turn())
+        turn.end()
+        return turn
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One save of a writer. DCP makes all calls of a save on one thread.
+
+    Attributes:
+        path: Where to; as the writer says if `None`.
+        next_id: The id that it is to have, before it is set up.
+        save: What is set up.
+        last_will: Removes what it left, if nobody ends it.
+    """
+
+    path: PathLike | None = None
+    next_id: str | None = None
+    save: RankSave | None = None
+    last_will: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def rank_save(self) -> RankSave:
+        """What is set up."""
+        assert self.save is not None  # noqa: S101  # whoever asks has one under way
+        return self.save
+
+    def end(self) -> None:
+        """Be through with it; remove what it left if it was not committed."""
+        will, self.last_will = self.last_will, None
+        if will is not None and will.detach() is not None and self.save is not None:
+            self.save.abandon()
 
 
 def place_of_rank(path: str, rank: int) -> str:
