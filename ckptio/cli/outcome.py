@@ -23,9 +23,9 @@ FINE = 0
 DAMAGED = 1
 FAILED = 2
 
-#: What errors call options in Python; they are called otherwise here.
+#: What errors call options in Python; they are called otherwise here. Names of directories are not.
 _OPTIONS = re.compile(
-    r"(?<![\w.-])(?:(?P<on>overwrite)=True|(?P<of>to)=(?:'(?P<value>\w+)')?"
+    r"(?<![^\s(])(?:(?P<on>overwrite)=True|(?P<of>to)=(?:'(?P<value>\w+)')?"
     r"|(?P<name>select|strip|dtype)=|(?P<long>drop_values|max_shard_nbytes)(?:=|\b))"
 )
 

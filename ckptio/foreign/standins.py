@@ -253,4 +253,7 @@ def _name_of(value: object) -> str:
         return f"a key of type {value.kind}"
     if isinstance(value, Unending):
         return "a container inside itself, or inside too many"
+    if isinstance(value, torch.Tensor) and cls is torch.Tensor:
+        kind = "quantised" if value.is_quantized else "meta" if value.is_meta else value.layout
+        return f"a {str(kind).removeprefix('torch.')} tensor"
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -109,6 +109,12 @@ def test_options_are_called_what_they_are_here(
     assert "--to hf writes to local" in capsys.readouterr().err
     main(["convert", str(ckpt), str(tmp_path / "x"), "--to=dcp", "--max-shard-nbytes=4"])
     assert "--max-shard-nbytes has no effect with --to dcp" in capsys.readouterr().err
+    place = ckpt.rename(tmp_path / "select=all") / "dtype=bf16"
+    place.mkdir()
+    main(["convert", str(place), str(tmp_path / "y"), "--to=hf"])
+    assert str(place) in capsys.readouterr().err
+    main(["convert", str(place.parent), str(place / "x"), "--to=safetensors"])
+    assert f"'{place.parent}' " in capsys.readouterr().err
 
 
 def test_convert_fits_a_narrow_terminal(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.foreign.test_dcp import Payload
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptio.events import Event
 
@@ -419,11 +419,22 @@ def test_a_sum_that_is_there_has_to_be_right(tmp_path: Path) -> None:
         sync.load(tmp_path / "x.pt", config=SMALL)
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # as torch 2.15 says
-def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path) -> None:
-    """A sparse tensor, for one."""
-    torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
-    with pytest.raises(FormatError, match="'s'"):
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (torch.Tensor.to_sparse, "sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "sparse_csr"),
+        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "quantised"),
+        (lambda t: t.to("meta"), "meta"),
+    ],
+    ids=["coo", "csr", "quantised", "meta"],
+)
+def test_what_has_no_portable_form_is_refused_by_name(
+    tmp_path: Path, make: Callable[[torch.Tensor], torch.Tensor], kind: str
+) -> None:
+    torch.save({"s": make(torch.eye(3))}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=rf"'s' \(a {kind} tensor\)"):
         sync.load(tmp_path / "x.pt", config=SMALL)
 
 
