@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ckptio.conversion.source import Leaf
     from ckptio.format.encode import Json
     from ckptio.state.select import Select
-    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]
@@ -131,10 +130,11 @@ def run_convert(  # noqa: D417  # `convert` has them
     _require_no_other(target, to)
     with solo_engine(config) as core:
         read = Source(core, source, select, strip, dtype)
-        if core.own_storage(source).identity == core.own_storage(path).identity:
+        at = core.own_storage(source).identity
+        if at == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         if overwrite:
-            _require_spared(core.own_storage(source), read, target, to)
+            _require_spared(read, at, target, to)
         read.check()
         leaves = list(read.leaves())
         entries = {id(leaf.entry): leaf.entry for leaf in leaves}
@@ -163,13 +163,18 @@ def run_convert(  # noqa: D417  # `convert` has them
     )
 
 
-def _require_spared(storage: Storage, read: Source, target: str, to: str) -> None:
+def _require_spared(read: Source, at: str, target: str, to: str) -> None:
     """Refuse to replace files that the source is made of.
+
+    Args:
+        read: The source.
+        at: Its file, or its folder, behind all links.
+        target: What is written.
+        to: As what.
 
     Raises:
         ConfigError: Some would be gone.
     """
-    at = storage.identity  # a file, or a folder
     if to not in ("safetensors", "hf") or not os.path.lexists(at):
         return
     above, name = os.path.split(os.path.abspath(target))

@@ -66,12 +66,8 @@ def open_anew(files: PosixFiles, path: str) -> int:
         OSError: It cannot be opened.
     """
     fd = files.open(path, direct=False)
-    try:
-        if not linux.is_on_fuse(fd):
-            return fd
-    except BaseException:
-        files.close(fd)
-        raise
+    if not linux.is_on_fuse(fd):
+        return fd
     files.close(fd)
     look_anew(path)
     return files.open(path, direct=False)

@@ -16,7 +16,7 @@ from ckptio.testing import MemoryRanks
 from tests.ranks.test_sessions import DEADLINES, NOTICED_S, add, run, turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from ckptio.ranks.interface import Json, Ranks, Session
 
@@ -39,6 +39,18 @@ def errors_of(outcomes: Sequence[object]) -> list[RankError]:
     assert len(errors) == len(outcomes), outcomes
     assert len({str(error) for error in errors}) == 1, outcomes
     return errors
+
+
+def causes_of(body: Callable[[Ranks], Awaitable[None]]) -> dict[int, str]:
+    """Let all ranks fail alike; gives the causes that they tell of."""
+    causes: dict[int, str] = {}
+
+    async def scenario() -> None:
+        async with group() as world:
+            causes.update(errors_of(await world.run(body))[0].causes)
+
+    run(scenario())
+    return causes
 
 
 @pytest.mark.parametrize("failing", range(WORLD))
@@ -600,11 +612,7 @@ def test_a_session_that_failed_is_failed_for_who_comes_later() -> None:
                 raise ValueError("early")
             await session.round("plan", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {2: "ValueError: early"}
-
-    run(scenario())
+    assert causes_of(body) == {2: "ValueError: early"}
 
 
 @pytest.mark.parametrize("fate", ["told", "cancelled", "alone"])
@@ -835,11 +843,7 @@ def test_a_block_that_takes_the_stop_for_something_else_fails_all_the_same() -> 
                 if ranks.rank == 1:
                     await session.round("commit", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
-
-    run(scenario())
+    assert causes_of(body) == {3: "ValueError: no"}
 
 
 def test_a_block_that_takes_the_stop_for_its_own_end_fails_all_the_same() -> None:
@@ -853,11 +857,7 @@ def test_a_block_that_takes_the_stop_for_its_own_end_fails_all_the_same() -> Non
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
-
-    run(scenario())
+    assert causes_of(body) == {3: "ValueError: no"}
 
 
 def test_a_task_that_was_cancelled_before_hears_of_a_failure_as_such() -> None:
@@ -874,11 +874,7 @@ def test_a_task_that_was_cancelled_before_hears_of_a_failure_as_such() -> None:
                 raise ValueError("no")
             await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
-
-    run(scenario())
+    assert causes_of(body) == {3: "ValueError: no"}
 
 
 def test_a_block_that_gives_up_on_a_round_fails() -> None:
@@ -892,11 +888,7 @@ def test_a_block_that_gives_up_on_a_round_fails() -> None:
             except TimeoutError:
                 pass
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {3: "it was cancelled there"}
-
-    run(scenario())
+    assert causes_of(body) == {3: "it was cancelled there"}
 
 
 def test_a_key_that_is_open_is_not_opened_again() -> None:
