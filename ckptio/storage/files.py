@@ -114,7 +114,7 @@ class PosixFiles:
 
     def set_buffered(self, fd: int) -> None:
         """Turn direct I/O off on an open file."""
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        linux.set_buffered(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """Write some of `data`, and say how much."""

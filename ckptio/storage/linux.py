@@ -72,6 +72,24 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     return DirectAlignment(buffer[0x98 // 4], buffer[0x9C // 4])
 
 
+def set_buffered(fd: int) -> None:
+    """Turn direct I/O off on a file that is open for reading and writing.
+
+    It is opened anew, and `fd` is that from then on: mounts in user space (mergerfs) have the file
+    below open as this one was at first, whatever its flags are later. They go where it cannot be
+    opened: nobody may write to it any more, or there is no `/proc`.
+    """
+    try:
+        anew = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return
+    try:
+        os.dup2(anew, fd, inheritable=False)
+    finally:
+        os.close(anew)
+
+
 def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
     """Count the pages of a range that are in the page cache; `None` if nobody tells.
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,28 @@ def test_what_pages_do_not_fit_is_written_through_the_page_cache(tmp_path: Path)
     write(files, tmp_path / "f", bytes_of(9000))
     kinds = [kind for kind, _ in files.kinds()]
     assert kinds.index("set_buffered") < kinds.index("pwrite")
+
+
+class RefusingWhatWasOpened(RecordingFiles):
+    """A mount that refuses direct writes, and goes by the flags a file was opened with."""
+
+    def create(self, path: str, mode: int, *, direct: bool) -> int:
+        fd = super().create(path, mode, direct=direct)
+        if direct:  # it belongs to what was opened, not to the descriptor
+            fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        return fd
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETOWN):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().pwrite(fd, data, offset)
+
+
+def test_a_mount_that_goes_by_the_flags_of_opening_is_written_to(tmp_path: Path) -> None:
+    """As mergerfs does: the file below is open as it was at first."""
+    data = bytes_of(20_000)
+    assert len(write(RefusingWhatWasOpened(), tmp_path / "f", data)) == 1
+    assert (tmp_path / "f").read_bytes() == data
 
 
 @pytest.mark.parametrize("refuse", ["", "open", "write"])

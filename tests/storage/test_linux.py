@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -34,6 +35,27 @@ def test_alignment_is_a_power_of_two_where_the_kernel_says(fd: int) -> None:
 def test_alignment_of_no_file_is_nothing() -> None:
     """A bad descriptor is no error here: the open that follows will say it."""
     assert linux.direct_alignment(-1) is None
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_direct_io_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, opens: bool
+) -> None:
+    """On the same descriptor, which children do not inherit; also where nothing can be opened."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    num_open = len(os.listdir("/proc/self/fd"))
+    try:
+        if not opens:
+            monkeypatch.setattr(os, "open", lambda *_: os.stat(tmp_path / "no proc"))
+        linux.set_buffered(fd)
+        monkeypatch.undo()
+        assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert os.pwrite(fd, b"x", 1) == 1
+        assert not os.get_inheritable(fd)
+        assert os.path.samestat(os.fstat(fd), os.stat(tmp_path / "file"))
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    finally:
+        os.close(fd)
 
 
 @pytest.fixture(params=["cachestat", "before Linux 6.5"])
