@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.format.manifest import Manifest
@@ -152,7 +152,11 @@ def plan_load(
         whole = [(0, -(-entry.nbytes // block), members)]
         for first, last, inside in whole if whole_files else _merge(members, block, gap_nbytes):
             stop = min(last * block, entry.nbytes)
-            segments += _cut(file, first * block, stop, inside, checksums, block, limit)
+            landings = _landings(inside, block)
+            segments += [
+                _segment(file, begin, min(limit, stop - begin), checksums, landings, block)
+                for begin in range(first * block, stop, limit)
+            ]
     return LoadPlan(tuple(segments))
 
 
@@ -202,16 +206,7 @@ def plan_spans(
         if file not in checksums:
             checksums[file] = manifest.files[file].expected(block)
         landing = landings.get(file, {})
-        numbers = range(start // block, -(-(start + nbytes) // block))
-        segments.append(
-            ReadSegment(
-                file,
-                start,
-                nbytes,
-                checksums[file][numbers.start : numbers.stop],
-                tuple(tuple(landing.get(number, ())) for number in numbers),
-            )
-        )
+        segments.append(_segment(file, start, nbytes, checksums[file], landing, block))
     return segments
 
 
@@ -266,28 +261,20 @@ def _land_rows(want: Wanted, block: int, landings: dict[int, list[Piece]]) -> No
             row += 1
 
 
-def _cut(
+def _segment(
     file: int,
     start: int,
-    stop: int,
-    wanted: Sequence[Wanted],
+    nbytes: int,
     checksums: Sequence[int | None],
+    landings: Mapping[int, Sequence[Piece]],
     block: int,
-    limit: int,
-) -> list[ReadSegment]:
-    """Cut a run of blocks into segments of at most `limit` bytes, with what lands from each."""
-    landings = _landings(wanted, block)
-    segments = []
-    for begin in range(start, stop, limit):
-        end = min(begin + limit, stop)
-        numbers = range(begin // block, -(-end // block))
-        segments.append(
-            ReadSegment(
-                file,
-                begin,
-                end - begin,
-                tuple(checksums[numbers.start : numbers.stop]),
-                tuple(tuple(landings.get(number, ())) for number in numbers),
-            )
-        )
-    return segments
+) -> ReadSegment:
+    """Make a segment of whole blocks, with what lands from each."""
+    numbers = range(start // block, -(-(start + nbytes) // block))
+    return ReadSegment(
+        file,
+        start,
+        nbytes,
+        tuple(checksums[numbers.start : numbers.stop]),
+        tuple(tuple(landings.get(number, ())) for number in numbers),
+    )
