@@ -105,6 +105,28 @@ class PlannedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     parts: tuple[int, ...]
     copies: tuple[tuple[tuple[int, int], ...], ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        boxes: Sequence[Region],
+        holders: Sequence[Sequence[tuple[int, int]]],
+    ) -> PlannedTensor:
+        """Make one of boxes and, for each, who writes it: rank and index, the main one first."""
+        mains = [held[0] for held in holders]
+        copies = tuple([tuple(held[1:]) for held in holders])
+        return cls(
+            name,
+            dtype,
+            shape,
+            tuple(boxes),
+            tuple([rank for rank, _ in mains]),
+            tuple([part for _, part in mains]),
+            copies if any(copies) else (),
+        )
+
     @property
     def chunks(self) -> tuple[PlannedChunk, ...]:
         """The boxes with all that hold them."""
@@ -261,34 +283,21 @@ class Assigner:
             )
         pins = self._pins.get(row.name, {})
         boxes: list[Region] = []
-        mains: list[tuple[int, int]] = []
-        copies: list[tuple[tuple[int, int], ...]] = []
+        holders: list[Sequence[tuple[int, int]]] = []
         for index, pool in enumerate(pattern.pools):
             if pool < 0:
-                main, *others = self._write_all(row, pattern, index)
                 boxes.append(tiles.boxes[index])
-                mains.append(main)
-                copies.append(tuple(others))
+                holders.append(self._write_all(row, pattern, index))
                 continue
             shares = pins.get(tiles.boxes[index]) or next(self._shares[pool])
             if len(shares) == 1:
                 boxes.append(tiles.boxes[index])
-                mains.append(self._write(row, tiles.members[index], shares[0][0]))
-                copies.append(())
+                holders.append((self._write(row, tiles.members[index], shares[0][0]),))
                 continue
             for box, main in self._write_cuts(row, pattern, index, shares):
                 boxes.append(box)
-                mains.append(main)
-                copies.append(())
-        return PlannedTensor(
-            row.name,
-            tiles.dtype,
-            tiles.shape,
-            tuple(boxes),
-            tuple([rank for rank, _ in mains]),
-            tuple([part for _, part in mains]),
-            tuple(copies) if any(copies) else (),
-        )
+                holders.append((main,))
+        return PlannedTensor.of(row.name, tiles.dtype, tiles.shape, boxes, holders)
 
     def assignments(self) -> tuple[Assignment, ...]:
         """Give what each rank writes."""

@@ -298,22 +298,9 @@ class _Replan:
         planned = []
         for name in sorted(tensors):
             tensor = tensors[name]
-            mains: list[tuple[int, int]] = []
-            copies: list[tuple[tuple[int, int], ...]] = []
-            for holders in tensor.holders:
-                main, *others = [self._number(holder, parts) for holder in holders]
-                mains.append(main)
-                copies.append(tuple(others))
+            holders = [[self._number(each, parts) for each in held] for held in tensor.holders]
             planned.append(
-                PlannedTensor(
-                    name,
-                    tensor.dtype,
-                    tensor.shape,
-                    tensor.boxes,
-                    tuple([rank for rank, _ in mains]),
-                    tuple([part for _, part in mains]),
-                    tuple(copies) if any(copies) else (),
-                )
+                PlannedTensor.of(name, tensor.dtype, tensor.shape, tensor.boxes, holders)
             )
         assignments = []
         for rank in range(self._num_ranks):
