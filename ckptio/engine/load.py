@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings, run_blocking
-from ckptio._gc import without_collection
 from ckptio.config import MiB
 from ckptio.engine.context import MAX_OPEN_FILES, num_cached_lanes, settle
 from ckptio.engine.landing import bring
@@ -36,7 +35,6 @@ from ckptio.storage.streams import AwaitedSource
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
     from ckptio.format.manifest import Manifest
@@ -216,7 +214,7 @@ async def plan_and_read(
     """
     plan = await run_blocking(
         context.executor,
-        _plan,
+        plan_load,
         reading.manifest,
         wanted,
         context.config,
@@ -238,19 +236,6 @@ def announce(reading: Reading, nbytes: int, num_files: int, context: EngineConte
             num_files=num_files,
         )
     )
-
-
-@without_collection
-def _plan(
-    manifest: Manifest,
-    wanted: Sequence[Wanted],
-    config: CheckpointConfig,
-    *,
-    gap_nbytes: int,
-    whole_files: bool,
-) -> LoadPlan:
-    """Plan the reads of a load. Blocks."""
-    return plan_load(manifest, wanted, config, gap_nbytes=gap_nbytes, whole_files=whole_files)
 
 
 def require_slabs(manifest: Manifest, context: EngineContext) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio._aio import run_blocking
-from ckptio._gc import without_collection
 from ckptio._version import __version__
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.write import write_buckets
@@ -26,12 +25,10 @@ from ckptio.plan.save import plan_save
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.engine.turns import MyTurn
     from ckptio.format.manifest import Metadata
     from ckptio.plan.save import SavePlan
-    from ckptio.shards import LeafSpec, Part
     from ckptio.staging.copy import SourceState
     from ckptio.state.flatten import FlatState
     from ckptio.storage.interface import Attempt, Storage
@@ -109,7 +106,7 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
     plan = context.plans.get(job.flat.specs)
     reused = plan is not None
     if plan is None:
-        plan = await run_blocking(context.executor, plan_files, job.flat.specs, context.config)
+        plan = await run_blocking(context.executor, plan_save, job.flat.specs, context.config)
         context.plans.put(job.flat.specs, plan)
     announce(job, context, plan, reused=reused)
     attempt: Attempt | None = None
@@ -141,14 +138,6 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         num_tensors=plan.num_tensors,
         plan_reused=reused,
     )
-
-
-@without_collection
-def plan_files(
-    leaves: Sequence[LeafSpec], config: CheckpointConfig, parts: Sequence[Part] | None = None
-) -> SavePlan:
-    """Plan the files of one rank, as `plan_save` does. Blocks."""
-    return plan_save(leaves, config, parts)
 
 
 def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:

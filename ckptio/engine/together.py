@@ -36,13 +36,14 @@ from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.decide import Decider
 from ckptio.engine.doubt import OF_THE_PATH, doubt_of
 from ckptio.engine.rounds import meet
-from ckptio.engine.save import SaveReceipt, announce, plan_files
+from ckptio.engine.save import SaveReceipt, announce
 from ckptio.engine.turns import place_for
 from ckptio.engine.write import write_buckets
 from ckptio.errors import CheckpointError, RankError, StorageError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
+from ckptio.plan.save import plan_save
 from ckptio.plan.trees import take_tree
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class _JointSave:
         specs = self._job.flat.specs
         parts = msgspec.convert(answer["parts"], Assignment).parts(specs)
         plan = await run_blocking(
-            self._context.executor, plan_files, specs, self._context.config, parts
+            self._context.executor, plan_save, specs, self._context.config, parts
         )
         return Agreement(
             plan_id=answer["plan"],

@@ -13,6 +13,8 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptio._gc import without_collection
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -117,6 +119,7 @@ class LoadPlan:
         return tuple(sorted({segment.file for segment in self.segments}))
 
 
+@without_collection
 def plan_load(
     manifest: Manifest,
     wanted: Iterable[Wanted],

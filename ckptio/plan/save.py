@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptio._gc import without_collection
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import PlanError
 from ckptio.format.bucket import StoredTensor, encode_header, sharding_note
@@ -89,6 +90,7 @@ class SavePlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
+@without_collection
 def plan_save(
     leaves: Sequence[LeafSpec],
     config: CheckpointConfig,
