@@ -152,28 +152,25 @@ class _JointSave:
         self._decider = Decider(job, context, my_turn)
         self._leads = context.ranks.rank == 0
         self._attempt: Attempt | None = None
-        self._agreement: Agreement | None = None
         self._vouched = False
-        self._session: Session | None = None
         self._failure: StorageError | None = None  # this rank's own; of the commit, on rank 0
         self._look: asyncio.Timeout | None = None
         self._is_hurried = False
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
-        self._decider.session = self._session = session
+        self._decider.session = session
         async with place_for(self._job, self._context):
             try:
-                return await self._run()
+                return await self._run(session)
             except StorageError as error:
                 self._failure = error
                 raise
 
-    async def _meet(self, phase: str, message: Json) -> Json:
+    async def _meet(self, session: Session, phase: str, message: Json) -> Json:
         """Go into a round."""
-        assert self._session is not None  # noqa: S101  # `run` has it
         return await meet(
-            self._session,
+            session,
             phase,
             message,
             self._decider.decide,
@@ -181,7 +178,7 @@ class _JointSave:
             context=self._context,
         )
 
-    async def _run(self) -> SaveReceipt:
+    async def _run(self, session: Session) -> SaveReceipt:
         specs = self._job.flat.specs
         tree = await run_blocking(
             self._context.executor, take_tree, self._job.flat.tree, self._job.flat.names
@@ -189,23 +186,22 @@ class _JointSave:
         agreement = self._context.agreements.get(specs)
         reused = agreement is not None
         if agreement is None:
-            answer = await self._meet("plan", self._listing(tree))
+            answer = await self._meet(session, "plan", self._listing(tree))
             self._forget_replaced(answer)
             agreement = await self._adopt(answer)
-        self._agreement = agreement
         files = await self._write(agreement, reused=reused)
         self._vouched = True
         phase = "plan" if reused else "commit"  # the first round of a save has one name
-        answer = await self._meet(phase, self._receipt(files, tree))
+        answer = await self._meet(session, phase, self._receipt(files, tree, agreement))
         if "plan" in answer:  # others have changed: the same files, under another plan
             self._forget_replaced(answer)
             agreement = replace(agreement, plan_id=answer["plan"], sends_tree=answer["sends_tree"])
-            answer = await self._meet("commit", self._receipt(files, tree, agreement))
+            answer = await self._meet(session, "commit", self._receipt(files, tree, agreement))
         if "trees" in answer:
             message = self._receipt(files, tree, agreement)
             if self._context.ranks.rank in answer["trees"]:
                 message["tree"] = list(tree)
-            answer = await self._meet("trees", message)
+            answer = await self._meet(session, "trees", message)
         self._keep(replace(agreement, is_new=False, sends_tree=answer["sends_tree"]))
         return SaveReceipt(
             nbytes=answer["nbytes"],
@@ -371,11 +367,9 @@ class _JointSave:
         self,
         files: Sequence[tuple[str, int, Sequence[int]]],
         tree: RankTree,
-        agreement: Agreement | None = None,
+        agreement: Agreement,
     ) -> dict[str, Json]:
         """Say what this rank has written."""
-        agreement = agreement or self._agreement
-        assert agreement is not None  # noqa: S101  # it has written by it
         return {
             **self._common("receipt"),
             "plan": agreement.plan_id,
