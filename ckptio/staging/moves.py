@@ -36,17 +36,16 @@ _memmove_held = ctypes.PyDLL(None).memmove
 for _function in (_memmove_free, _memmove_held):
     _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _function.restype = None
-_process_vm_readv = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-if _process_vm_readv is not None:
-    _process_vm_readv.argtypes = (
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-    _process_vm_readv.restype = ctypes.c_ssize_t
+_process_vm_readv = ctypes.CDLL(None).process_vm_readv
+_process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_process_vm_readv.restype = ctypes.c_ssize_t
 
 _stream = make_streaming_copy()
 
@@ -103,8 +102,6 @@ def move_all(moves: Sequence[Move]) -> None:
 
 def _move_together(moves: Sequence[Move]) -> bool:
     """Copy in one system call; false if that did not do all of it."""
-    if _process_vm_readv is None:
-        return False
     into, of, sizes = zip(*moves, strict=True)
     # two arrays of struct iovec: address, bytes
     targets = array("Q", sizes * 2)
