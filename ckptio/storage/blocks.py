@@ -279,7 +279,7 @@ class BlockWriter:
             self._window_nbytes -= oldest[1]
         linux.finish_writeback(self._fd, *oldest)
         if self._config.direct_io != "off":
-            linux.drop_cached(self._fd, *oldest)
+            os.posix_fadvise(self._fd, *oldest, os.POSIX_FADV_DONTNEED)
 
 
 class BlockReader:

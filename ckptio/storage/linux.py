@@ -232,11 +232,6 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
     _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_ALL)
 
 
-def drop_cached(fd: int, offset: int, nbytes: int) -> None:
-    """Have a range that is on the disk leave the page cache. Best effort."""
-    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
 def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
     if _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags) != 0:
         code = ctypes.get_errno()

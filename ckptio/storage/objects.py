@@ -105,7 +105,7 @@ class ObjectStorage:
     async def version(self) -> Version:
         """Look at the manifest; see `interface.Storage`."""
         store, requests = await self._ready()
-        info = await requests.look(store, self._manifest)
+        info = await requests.look(store, self._join(MANIFEST_NAME))
         if info is None:
             raise CheckpointNotFoundError(self._url)
         return version_of(info)
@@ -248,10 +248,6 @@ class ObjectStorage:
         if self._requests is None:
             self._requests = Requests(self._url, self._config, limit, self._emit, self._rng)
         return store, self._requests
-
-    @property
-    def _manifest(self) -> str:
-        return self._join(MANIFEST_NAME)
 
     def _join(self, name: str) -> str:
         return join_key(self._prefix, name)
