@@ -115,7 +115,7 @@ async def shared_link(
 def _map(descriptor: int, num_slabs: int, slab_nbytes: int) -> list[Slab]:
     """Map the slabs that a descriptor stands for."""
     memory = mmap.mmap(descriptor, num_slabs * slab_nbytes)
-    with contextlib.suppress(AttributeError, OSError):  # as with every slab; not vital
+    with contextlib.suppress(OSError):  # as with every slab; not vital
         memory.madvise(mmap.MADV_DONTFORK)
     return [SharedSlab(memory, i * slab_nbytes, slab_nbytes) for i in range(num_slabs)]
 

@@ -106,7 +106,7 @@ class SourceState:
                 slow.append(piece)
         move_all(moves)
         watch.sample(segment.pieces, base)
-        if far and not self._far().copy_memory(far, pending, saving=True):
+        if far and not _far(self._streams).copy_memory(far, pending, saving=True):
             slow += in_far
         if slow:
             self._gather_slow(slow, slab, pending)
@@ -146,9 +146,10 @@ class SourceState:
             return is_whole and watch.is_there(leaf)
         return layout_of(tensor) == watch.layouts[leaf]
 
-    def _far(self) -> CallerStreams:
-        assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
-        return self._streams
+
+def _far(streams: CallerStreams | None) -> CallerStreams:
+    assert streams is not None  # noqa: S101  # made for just the devices of the tensors
+    return streams
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -283,7 +284,7 @@ class TargetState:
                 else:
                     move_rows(address + offset, base + position, nbytes, rows)
         move_all(moves)
-        if far and not self._far().copy_memory(far, pending, saving=False):
+        if far and not _far(self._streams).copy_memory(far, pending, saving=False):
             slow += in_far
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
@@ -312,10 +313,6 @@ class TargetState:
             if tensor.dtype == destination.dtype and is_physical(tensor):
                 tensor, flat = bits_of(tensor), bits_of(flat)
             yield from boxes(tensor, flat, start)
-
-    def _far(self) -> CallerStreams:
-        assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
-        return self._streams
 
     def _is_as_it_was(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory as it did; one in one piece may have another shape."""

@@ -369,14 +369,10 @@ class SlabPool:
 
         try:
             await self._run(pin)
-        except Exception as error:  # the observer hears of it; it is slower without
-            self._refuse(error)
-
-    def _refuse(self, error: Exception) -> None:
-        """Give pinning up, and say so once."""
-        if not self._is_refused:
-            self._is_refused = True
-            self._on_refused(str(error))
+        except Exception as error:  # the observer hears of it, once; it is slower without
+            if not self._is_refused:
+                self._is_refused = True
+                self._on_refused(str(error))
 
 
 def _new_slab(nbytes: int) -> Slab:
