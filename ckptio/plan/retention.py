@@ -95,7 +95,7 @@ class KeepLast(Retention):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        _require_count("KeepLast", self.num_steps)
+        require_count("KeepLast", self.num_steps)
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""
@@ -120,7 +120,7 @@ class KeepEvery(Retention):
         if (self.steps is None) == (self.seconds is None):
             raise ConfigError("KeepEvery takes either steps= or seconds=")
         if self.steps is not None:
-            _require_count("KeepEvery", self.steps)
+            require_count("KeepEvery", self.steps)
         else:
             require_seconds("KeepEvery", self.seconds)
 
@@ -160,11 +160,11 @@ class KeepBest(Retention):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        _require_count("KeepBest", self.num_steps)
+        require_count("KeepBest", self.num_steps)
         if not isinstance(self.mode, str) or self.mode not in ("min", "max"):
             raise ConfigError(f"KeepBest's mode is 'min' or 'max', not {shown(self.mode)}")
         if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f"KeepBest's metric is a name, not {self.metric!r}")
+            raise ConfigError(f"KeepBest's metric is a name, not {shown(self.metric)}")
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""
@@ -217,7 +217,7 @@ class KeepIf(Retention):
     def __post_init__(self) -> None:
         """Check that it can be called."""
         if not callable(self.predicate):
-            raise ConfigError(f"KeepIf takes a function of a record, not {self.predicate!r}")
+            raise ConfigError(f"KeepIf takes a function of a record, not {shown(self.predicate)}")
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""
@@ -259,7 +259,7 @@ def _parts_of(policy: Retention) -> tuple[Retention, ...]:
     return policy.policies if isinstance(policy, KeepAny) else (policy,)
 
 
-def _require_count(owner: str, value: object) -> None:
+def require_count(owner: str, value: object) -> None:
     """Check a number of steps.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptio.errors import ConfigError
-from ckptio.plan.retention import require_seconds
+from ckptio.plan.retention import require_count, require_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class SaveEvery:
         """
         if self.steps is None and self.seconds is None:
             raise ConfigError("SaveEvery takes steps=, seconds= or both")
-        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
-            raise ConfigError(f"SaveEvery takes a positive number of steps, not {self.steps!r}")
+        if self.steps is not None:
+            require_count("SaveEvery", self.steps)
         if self.seconds is not None:
             require_seconds("SaveEvery", self.seconds)
 

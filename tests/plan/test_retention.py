@@ -209,6 +209,10 @@ def test_a_union_keeps_what_either_keeps(
         lambda: SaveEvery(seconds=math.nan),
         lambda: SaveEvery(seconds=10**400),
         lambda: SaveEvery(steps=1.5),  # type: ignore[arg-type]  # refused
+        # Python writes no int of so many digits
+        lambda: SaveEvery(steps=-(10**5000)),
+        lambda: KeepBest(1, 10**5000, "min"),  # type: ignore[arg-type]  # refused
+        lambda: KeepIf(10**5000),  # type: ignore[arg-type]  # refused
     ],
 )
 def test_a_policy_that_means_nothing_is_refused(make: Callable[[], Any]) -> None:
