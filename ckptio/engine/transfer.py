@@ -13,7 +13,6 @@ store that wants parts in order makes nobody wait for somebody who has nowhere t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from ckptio.storage.file_names import STAY_S
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.errors import CorruptionError
@@ -82,9 +81,13 @@ async def transfer(
     for segment in segments:
         file = work.files.setdefault(segment.file, _File(reading.manifest.files[segment.file], 0))
         file.num_left += 1
-    async with work.closing(), Siblings() as group:
-        for number in range(min(context.copies.max_slabs, len(segments))):
-            group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
+    try:
+        async with Siblings() as group:
+            for number in range(min(context.copies.max_slabs, len(segments))):
+                group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
+    finally:
+        for file in work.files.values():  # what a failure leaves open
+            await work.close(file)
     if not all(file.is_ended for file in work.files.values()):
         # groups take a cancelled task for a success
         raise StateError(f"a task that copied a part of {reading.storage.path!r} was cancelled")
@@ -183,21 +186,13 @@ class _Transfer:
             async with self.closes:
                 await run_blocking(self.context.far or self.context.executor, file.sink.close)
         file.is_ended = True
-        await self._close(file)
+        await self.close(file)
 
-    async def _close(self, file: _File) -> None:
+    async def close(self, file: _File) -> None:
+        """Release the source of a file, if it is open."""
         source, file.source = file.source, None
         if source is not None:
             await shielded(close_source(source, self.reading, self.context))
-
-    @contextlib.asynccontextmanager
-    async def closing(self) -> AsyncIterator[None]:
-        """Release the sources that a failure leaves open."""
-        try:
-            yield
-        finally:
-            for file in self.files.values():
-                await self._close(file)
 
 
 def _write(segment: ReadSegment, slab: Slab, block_nbytes: int, sink: Sink) -> None:
