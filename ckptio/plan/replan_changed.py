@@ -98,12 +98,10 @@ def _pins(
             _, start, shape, _ = cuts[rank].get(part, (0, 0, spec.shape, ()))
             stop = start + nbytes_of(shape, tensor.dtype)
             blocks[offset_of(spec), spec.shape].append(Share(rank, start, stop))
-        pins[name] = {block: sorted(shares, key=_start) for block, shares in blocks.items()}
+        pins[name] = {
+            block: sorted(shares, key=lambda share: share.start) for block, shares in blocks.items()
+        }
     return pins
-
-
-def _start(share: Share) -> int:
-    return share[1]
 
 
 def _differing(old: Sequence[LeafSpec], new: Sequence[LeafSpec]) -> Iterator[LeafSpec]:

@@ -22,6 +22,7 @@ class Running(Generic[T]):
     Attributes:
         is_endless: As given.
         end: How it ends.
+        is_aborted: Whether it was told to stop; it may have ended before.
         reason: Why it was aborted, if whoever waits for it did not ask for that.
     """
 
@@ -29,7 +30,7 @@ class Running(Generic[T]):
         self.is_endless = is_endless
         self.end: Outcome[T] = Outcome()
         self.reason: Exception | None = None
-        self._aborted = False
+        self.is_aborted = False
         self._cancelled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -47,7 +48,7 @@ class Running(Generic[T]):
             return False
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        if self._aborted:  # looked at after the task is there, and `abort` the other way round
+        if self.is_aborted:  # looked at after the task is there, and `abort` the other way round
             self._cancel()
         return True
 
@@ -61,17 +62,12 @@ class Running(Generic[T]):
         """
         if self.end.done():
             return
-        if not self._aborted:
+        if not self.is_aborted:
             self.reason = reason
-            self._aborted = True
+            self.is_aborted = True
         if self._task is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the task before it
                 self._loop.call_soon_threadsafe(self._cancel)
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether it was told to stop; it may have ended before."""
-        return self._aborted
 
     def _cancel(self) -> None:
         """Cancel the task, on its loop, unless that was done or it has nothing left to do.
