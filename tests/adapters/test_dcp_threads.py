@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ckptio
 from ckptio.adapters.dcp import StorageWriter
 from ckptio.errors import ConfigError
-from tests.adapters.rig import QUICK, save
+from tests.adapters.rig import QUICK, cause, save
 from tests.rig import assert_tidy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -32,6 +33,20 @@ class Meeting(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self._others.wait()
         return super().create_local_plan()
+
+
+class Waiting(DefaultSavePlanner):
+    """Has something done before the writer is set up, but after it was turned to a checkpoint."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, *args: Any, **more: Any
+    ) -> None:
+        self._meanwhile()
+        super().set_up_planner(state_dict, storage_meta, *args, **more)
 
 
 class Leaving(StorageWriter):
@@ -85,14 +100,55 @@ def test_saves_at_a_time_do_not_meet(tmp_path: Path) -> None:
     assert all(is_at(path, number) for number, path in enumerate(paths))
 
 
-def test_what_failed_on_a_thread_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+def test_a_save_goes_where_the_writer_led_when_it_began(tmp_path: Path) -> None:
+    """A save that names its place turns the writer, but none that is under way."""
+    writer = StorageWriter(tmp_path / "own", config=QUICK)
+
+    def save_another() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(
+                save, state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "named"
+            ).result()
+
+    metadata = save(state_of(1), storage_writer=writer, planner=Waiting(save_another))
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == tmp_path / "own"
+    assert is_at(tmp_path / "own", 1)
+    assert is_at(tmp_path / "named", 2)
+
+
+def test_what_failed_leaves_no_path(tmp_path: Path) -> None:
+    """Set up or not, the next one on its thread goes where the writer is told to go since."""
+
+    def fail() -> None:
+        raise ValueError("failed")
+
+    writer = Leaving(config=QUICK)
+    writer.num_saves = 1
+    for path, planner in ((tmp_path / "a", Waiting(fail)), (tmp_path / "b", None)):
+        with cause():
+            save(state_of(1), storage_writer=writer, checkpoint_id=path, planner=planner)
+        writer.path = tmp_path / "c"
+        assert writer.storage_meta().checkpoint_id == tmp_path / "c"
+    writer.num_saves = 0
+    save(state_of(2), storage_writer=writer)
+    assert is_at(tmp_path / "c", 2)
+
+
+@pytest.mark.parametrize("then", ["reset", "save"])
+def test_what_failed_on_a_thread_that_is_gone_leaves_nothing(tmp_path: Path, then: str) -> None:
+    """DCP resets a writer only for a save that names its place."""
     writer = Leaving(tmp_path / "c", config=QUICK)
     save(state_of(1), storage_writer=writer)
     with ThreadPoolExecutor(1) as thread:
         failed = thread.submit(save, state_of(2), storage_writer=writer)
     assert failed.exception() is not None
     assert ckptio.sync.load(tmp_path / "c")["x"].tolist() == [1] * 3
-    writer.reset()
+    if then == "reset":
+        writer.reset()
+    else:
+        writer.num_saves = 0
+        save(state_of(1), storage_writer=writer)
     assert is_at(tmp_path / "c", 1)
 
 

@@ -53,7 +53,8 @@ class StorageWriter(dcp.StorageWriter, _Stager):
     Use it where a `FileSystemWriter` is used, in `dcp.save` and `dcp.async_save`. What was at
     the path stays whole until the new checkpoint is committed. One writer serves any number of
     checkpoints, also several at a time where each has a thread, as with `dcp.async_save`, and may
-    be pickled.
+    be pickled. Where several are under way, name the `checkpoint_id` of each: without one, a save
+    goes where the writer was turned last as it begins, on whatever thread.
 
     Values that are no tensors are kept as `ckptio.save` keeps them, without pickle: what it
     takes, and `io.BytesIO`. Refused by name are objects with `state_dict` below the top of the
@@ -151,22 +152,20 @@ class StorageWriter(dcp.StorageWriter, _Stager):
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Turn to another checkpoint, on this thread; see `dcp.StorageWriter`."""
-        for thread, turn in self._turns.copy().items():
-            if not thread.is_alive():  # it has failed, and nobody told
-                self._turns.pop(thread, None)
-                turn.end()
         before = self._end()
         if checkpoint_id is not None:
             self.path = checkpoint_id
-        elif before.save is None:
-            checkpoint_id = before.path  # another thread may have turned the writer to another
-        self._turn().path = checkpoint_id
+        elif before.next_id is None:
+            checkpoint_id = before.next_path  # another thread may have turned it to another
+        self._turn().next_path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Name the checkpoint and the save."""
+        """Name the checkpoint and the save. Where no path was given, DCP calls this first."""
         turn = self._turn()
+        if turn.next_path is None or turn.next_id is not None:  # or of one that was not set up
+            turn.next_path = self.path  # as it is now: others may turn the writer meanwhile
         turn.next_id = turn.next_id or new_save_id()
-        return StorageMeta(checkpoint_id=turn.path or self.path, save_id=turn.next_id)
+        return StorageMeta(checkpoint_id=turn.next_path, save_id=turn.next_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001, ARG002  # the stock signature
         """Begin a save on this rank; see `dcp.StorageWriter`.
@@ -176,7 +175,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
                 a checkpoint of all ranks is; or an option would have no effect there.
         """
         before = self._end()
-        if (to := before.path or self.path) is None:
+        if (to := before.next_path or self.path) is None:
             raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
         self._require_syncing(to)
         path = os.fspath(to)
@@ -287,7 +286,11 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         return begun[0]
 
     def _end(self) -> _Turn:
-        """Be through with the save of this thread; gives it."""
+        """Be through with the save of this thread, and of those that are gone; gives it."""
+        for thread, left in self._turns.copy().items():
+            if not thread.is_alive():  # it has failed, and nobody told
+                self._turns.pop(thread, None)
+                left.end()
         turn = self._turns.pop(threading.current_thread(), _Turn())
         turn.end()
         return turn
@@ -298,13 +301,15 @@ class _Turn:
     """One save of a writer. DCP makes all calls of a save on one thread.
 
     Attributes:
-        path: Where to; as the writer says if `None`.
-        next_id: The id that it is to have, before it is set up.
-        save: What is set up.
+        path: Where what is set up goes.
+        next_path: Where the next one is to go, before it is set up; as the writer says if `None`.
+        next_id: The id that it is to have.
+        save: What is set up; it stays where it failed, or where another rank commits it.
         last_will: Removes what it left, if nobody ends it.
     """
 
     path: PathLike | None = None
+    next_path: PathLike | None = None
     next_id: str | None = None
     save: RankSave | None = None
     last_will: weakref.finalize[Any, Any] | None = None
