@@ -99,6 +99,21 @@ def test_of_another_users_file_a_map_tells_nothing(
     assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) is None
 
 
+def test_root_of_a_user_namespace_is_told_nothing_of_files_of_others(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without root: the kernel would say that all is there."""
+    os.pwrite(fd, bytes(mmap.PAGESIZE), 0)
+    monkeypatch.setattr(linux, "_SYS_CACHESTAT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    status = os.fstat(fd)
+    for owner, count in ((1000, 1), (65534, None)):
+        found = os.stat_result((*status[:4], owner, *status[5:]))
+        monkeypatch.setattr(os, "fstat", lambda _, found=found: found)
+        assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == count
+
+
 def test_of_overlayfs_a_map_is_asked(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files have no pages of their own."""
     monkeypatch.setattr(linux, "_num_mapped_pages", lambda *_: 7)
