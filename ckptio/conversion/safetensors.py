@@ -276,7 +276,7 @@ def _cut(fd: int, path: str) -> None:
 
 def _aside(path: str) -> str:
     """Name what a file is written as until it is whole."""
-    folder, name = os.path.split(os.path.abspath(path))
+    folder, name = os.path.split(absolute(path))
     return f"{folder}/.{name}.partial"
 
 
@@ -308,7 +308,7 @@ def replace_file(
         StorageError: It cannot be written; what was there is untouched, unless it was the sync of
             the directory that failed: then the new file has the name, but may lose it.
     """
-    folder, _ = os.path.split(os.path.abspath(path))
+    folder, _ = os.path.split(absolute(path))
     aside = _aside(path)
     fd = -1
     try:

@@ -875,3 +875,15 @@ def test_a_conversion_does_not_replace_what_it_reads(tmp_path: Path, kind: str) 
     with pytest.raises(ConfigError, match="give another path"):
         sync.convert(read, target, to=to, select="a", overwrite=True)
     assert_same_state(sync.load(source), state)
+
+
+def test_a_file_up_from_a_link_is_written_where_it_goes(tmp_path: Path) -> None:
+    """Also aside, until it is whole: the directory that the link is in has no part in it."""
+    sync.save({"a": torch.ones(4)}, tmp_path / "c", config=SMALL)
+    (tmp_path / "far" / "sub").mkdir(parents=True)
+    near = tmp_path / "near"
+    near.mkdir()
+    (near / "link").symlink_to(tmp_path / "far" / "sub")
+    (near / ".w.partial").mkdir()  # whatever has the name there is in nobody's way
+    sync.convert(tmp_path / "c", near / "link" / ".." / "w", to="safetensors", config=SMALL)
+    assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["sub", "w"]
