@@ -23,6 +23,8 @@ def shown(value: object) -> str:
         return " ".join(short.repr(value).split())
     except ValueError:  # Python writes no int of thousands of digits
         return f"a very large {type(value).__name__}"
+    except (AttributeError, TypeError):  # before 3.12, `reprlib` takes any `array` for Python's
+        return object.__repr__(value)
 
 
 def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:

@@ -197,3 +197,9 @@ def test_a_value_of_a_caller_is_shown_in_a_line(value: object, text: str | None)
     assert text is None or line == text
     assert len(line) < 500
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["array", "deque", "dict", "list", "set", "str", "int"])
+def test_a_value_of_a_class_that_is_called_as_one_of_python_is_shown(name: str) -> None:
+    """As mlx calls its arrays."""
+    assert name in shown(type(name, (), {})())
