@@ -34,7 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 _FUSE, _OVERLAY = 0x65735546, 0x794C7630
 #: File systems of devices without a disk: a server may be asked for what `fstatfs` says.
-_file_systems: dict[int, int | None] = {}
+_file_systems: dict[int, int] = {}
 
 #: Made once: each is a class, which is a reference cycle, and ctypes keeps none.
 _Statx = ctypes.c_uint32 * (_STATX_NBYTES // 4)
@@ -151,9 +151,10 @@ def _diskless(fd: int) -> int | None:
         return None
     if os.major(device):
         return None
-    if device not in _file_systems:
-        _file_systems[device] = _file_system(fd)
-    return _file_systems[device]
+    kind = _file_systems.get(device)
+    if kind is None and (kind := _file_system(fd)) is not None:  # a server that is away may be back
+        _file_systems[device] = kind
+    return kind
 
 
 def _file_system(fd: int) -> int | None:

@@ -199,9 +199,10 @@ def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         monkeypatch.setattr(linux, "_file_systems", {})
         assert not linux.is_on_fuse(file.fileno())
-        answers = iter([0x65735546])
+        answers = iter([None, 0x65735546])
         monkeypatch.setattr(linux, "_file_systems", {})
         monkeypatch.setattr(linux, "_file_system", lambda _: next(answers))
+        assert not linux.is_on_fuse(file.fileno())  # nobody tells: that is no answer to keep
         assert all(linux.is_on_fuse(file.fileno()) for _ in range(3))
     monkeypatch.setattr(os, "major", lambda _: 8)
     with tempfile.TemporaryFile(dir=tmp_path) as file:
