@@ -173,6 +173,8 @@ class Attempts:
                 try:
                     if (is_new or not is_kept) and is_at(fd, path):
                         self.files.unlink(path)
+                except FileNotFoundError:
+                    pass  # on SMB, what is open has its name till it is closed
                 except OSError as error:
                     self.stays(path, error)
                 finally:

@@ -464,6 +464,18 @@ async def test_a_lock_whose_file_stays_is_an_event(tmp_path: Path, executor: Exe
     assert {event.file for event in log.of(CleanupFailed)} == {f".attempt-{A}"}
 
 
+async def test_a_lock_whose_file_is_gone_is_none(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of SMB gives what was removed a name for as long as it is open."""
+    path, log = tmp_path / "c", EventLog()
+    await write_files(storage_at(path, executor), A, OLD)
+    monkeypatch.setattr("ckptio.storage.attempt_lock.is_at", lambda *_: True)
+    assert await root_of(path, executor, RecordingFiles(), log).remove("c") > 0
+    assert not path.exists()
+    assert not log.of(CleanupFailed)
+
+
 async def test_where_nobody_says_which_boot_it_is_a_save_is_dead_when_it_is_quiet(
     tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
