@@ -10,8 +10,8 @@ namespaces that reach it:
         mount -t nfs -o vers=4.2 10.9.0.1:/export /mnt/<n>'
 
 Ran so with the client and the server of Linux 6.1, versions 3 and 4.2 of NFS, and one of each; with
-CephFS 16, mounted twice by `ceph-fuse`; and with a replicated volume of GlusterFS 10, mounted
-twice. sshfs fails: it answers for 20 s from what it knows.
+CephFS 16, mounted twice by `ceph-fuse`; with a replicated volume of GlusterFS 10, mounted twice;
+and with two mounts of MooseFS 3. sshfs fails: it answers for 20 s from what it knows.
 """
 
 from __future__ import annotations
