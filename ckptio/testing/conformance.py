@@ -99,15 +99,20 @@ class BackendConformance:
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[ObjectStore, str]]:
         """Lend the store, and a new prefix with a slash at its end."""
-        url = self.new_url()
+        async with self._at(self.new_url()) as (store, prefix):
+            yield store, prefix
+            await store.delete([info.key for info in await store.list(prefix)])
+            assert await store.list(prefix) == []
+
+    @contextlib.asynccontextmanager
+    async def _at(self, url: str) -> AsyncIterator[tuple[ObjectStore, str]]:
+        """Lend the store of a URL, and the prefix that it stands for, with a slash at its end."""
         threads = Threads(2, "conformance")
         stores = Stores(self.config(), threads)
         try:
             found, prefix = stores.at(url)
             store, _ = await found.get()
             yield store, f"{prefix}/"
-            await store.delete([info.key for info in await store.list(f"{prefix}/")])
-            assert await store.list(f"{prefix}/") == []
         finally:
             await stores.close()
             threads.shutdown()
@@ -118,17 +123,10 @@ class BackendConformance:
 
     async def names(self, url: str) -> list[str]:
         """List what is under a URL, by what it is called there."""
-        threads = Threads(2, "conformance")
-        stores = Stores(self.config(), threads)
-        try:
-            found, prefix = stores.at(url)
-            store, _ = await found.get()
-            uploads = await store.uploads(f"{prefix}/")
+        async with self._at(url) as (store, prefix):
+            uploads = await store.uploads(prefix)
             assert [upload.key for upload in uploads] == []
-            return [info.key.removeprefix(f"{prefix}/") for info in await store.list(f"{prefix}/")]
-        finally:
-            await stores.close()
-            threads.shutdown()
+            return [info.key.removeprefix(prefix) for info in await store.list(prefix)]
 
     async def test_objects_are_written_and_read(self) -> None:
         """What was put is there at once: whole, by range, in its size, in the list."""
@@ -347,35 +345,20 @@ class BackendConformance:
     async def test_a_changed_byte_is_found(self) -> None:
         """By a load of everything and of the part that has it."""
         url = self.new_url()
-        threads = Threads(2, "conformance")
-        stores = Stores(self.config(), threads)
-        try:
-            async with Engine(self.config()) as engine:
-                await engine.save({"small": self.state(6)["small"]}, url)
-                name = (await engine.inspect(url)).files[0].name
-                found, prefix = stores.at(url)
-                store, _ = await found.get()
-                _, data = await store.get(f"{prefix}/{name}", 1 << 30)
-                await store.put(f"{prefix}/{name}", data[:-1] + bytes([data[-1] ^ 1]))
-                for load in (engine.load(url), engine.load_slice(url, "small", slice(2, 3))):
-                    try:
-                        await load
-                    except CorruptionError:
-                        continue
-                    raise AssertionError("a changed byte was loaded")
-        finally:
-            await stores.close()
-            threads.shutdown()
+        async with self._at(url) as (store, prefix), Engine(self.config()) as engine:
+            await engine.save({"small": self.state(6)["small"]}, url)
+            key = prefix + (await engine.inspect(url)).files[0].name
+            _, data = await store.get(key, 1 << 30)
+            await store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+            for load in (engine.load(url), engine.load_slice(url, "small", slice(2, 3))):
+                try:
+                    await load
+                except CorruptionError:
+                    continue
+                raise AssertionError("a changed byte was loaded")
         await self.remove(url)
 
     async def remove(self, url: str) -> None:
         """Remove everything under a URL."""
-        threads = Threads(2, "conformance")
-        stores = Stores(self.config(), threads)
-        try:
-            found, prefix = stores.at(url)
-            store, _ = await found.get()
-            await store.delete([info.key for info in await store.list(f"{prefix}/")])
-        finally:
-            await stores.close()
-            threads.shutdown()
+        async with self._at(url) as (store, prefix):
+            await store.delete([info.key for info in await store.list(prefix)])
