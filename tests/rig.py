@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Attempt, Storage
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.root_interface import Root
-    from ckptio.testing import MemoryStore
+    from ckptio.testing import MemoryRanks, MemoryStore
 
 T = TypeVar("T")
 
@@ -499,3 +499,10 @@ def begin_close(core: EngineCore, **options: Any) -> threading.Thread:
     while core._portal is not None:
         closer.join(0.001)
     return closer
+
+
+def num_rounds(world: MemoryRanks) -> float:
+    """Tell how many rounds ranks went into, by a message up and one down for each but rank 0."""
+    leader: Any = world.ranks[0]
+    rounds: float = leader._hub.num_messages / (2 * (len(world.ranks) - 1))
+    return rounds

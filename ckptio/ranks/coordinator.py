@@ -87,16 +87,6 @@ class Coordinator:
         self._posted: collections.deque[Callable[[], None]] = collections.deque()
         self._pulse = Pulse(deadlines.beat_s, self._beat)
 
-    @property
-    def num_rounds(self) -> int:
-        """Rounds this rank has gone into."""
-        return self._sessions.num_rounds
-
-    @property
-    def num_messages(self) -> int:
-        """Messages that came from other ranks, and answers that went to them."""
-        return 0 if self._hub is None else self._hub.num_messages
-
     def session(self, key: str, title: str = "", *, commits: bool = False) -> RankSession:
         """Make a session; see `interface.Ranks`."""
         return RankSession(self._sessions, key, title, commits=commits)

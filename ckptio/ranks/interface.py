@@ -125,7 +125,6 @@ class Ranks(Protocol):
         world_size: How many there are.
         hosts: The host of each rank, by rank. Equal names are one machine.
         nonce: 32 hex digits, the same on all ranks, of no other group ever.
-        num_rounds: Rounds this rank has gone into.
         address: Where other machines reach this rank; empty if it met rank 0 on rank 0's
             own machine. Ranks of that machine are reached where rank 0 is.
         rank_0_address: Where this rank reaches rank 0; empty on rank 0's machine. Another
@@ -143,9 +142,6 @@ class Ranks(Protocol):
 
     @property
     def nonce(self) -> str: ...  # noqa: D102  # as above
-
-    @property
-    def num_rounds(self) -> int: ...  # noqa: D102  # as above
 
     @property
     def address(self) -> str: ...  # noqa: D102  # as above

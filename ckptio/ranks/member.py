@@ -79,11 +79,6 @@ class Member:
         """Where this rank reaches rank 0; empty if it is on rank 0's machine."""
         return "" if self._wire is None else self._wire.peer_address
 
-    @property
-    def num_rounds(self) -> int:
-        """Rounds this rank has gone into."""
-        return self._sessions.num_rounds
-
     def session(self, key: str, title: str = "", *, commits: bool = False) -> RankSession:
         """Make a session; see `interface.Ranks`."""
         return RankSession(self._sessions, key, title, commits=commits)

@@ -66,7 +66,6 @@ class Sessions:
         rank: This one.
 
     Attributes:
-        num_rounds: Rounds it went into.
         broken: Why there are no more sessions, once there are none.
         is_alone: Whether the coordinator is gone.
     """
@@ -74,7 +73,6 @@ class Sessions:
     def __init__(self, voice: Voice, rank: int) -> None:
         self.voice = voice
         self.rank = rank
-        self.num_rounds = 0
         self.broken: Verdict | None = None
         self.is_alone = False
         self._open: dict[str, RankSession] = {}
@@ -207,14 +205,9 @@ class RankSession:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     @property
-    def has_round(self) -> bool:
-        """Whether it waits for an answer."""
-        return self._round is not None
-
-    @property
     def is_waiting(self) -> bool:
         """Whether it waits for the coordinator: for an answer or for the verdict."""
-        return self.has_round or not self._is_inside
+        return self._round is not None or not self._is_inside
 
     async def __aenter__(self) -> Self:
         verdict = self._sessions.enter(self)
@@ -267,7 +260,6 @@ class RankSession:
             self._check()
             sessions.voice.say(self.key, phase, message)
             self.has_spoken = self.is_owed = True
-            sessions.num_rounds += 1
             body = await self._round
             self.is_owed = False
             return body if sessions.rank else await self._decide(decide, body)

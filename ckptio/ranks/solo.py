@@ -31,7 +31,6 @@ class SoloRanks:
     def __init__(self, host: str | None = None) -> None:
         self.hosts = (this_host() if host is None else host,)
         self.nonce = secrets.token_hex(16)
-        self.num_rounds = 0
 
     @contextlib.asynccontextmanager
     async def session(
@@ -51,7 +50,6 @@ class SoloRanks:
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Decide alone; see `interface.Session`."""
         del phase
-        self.num_rounds += 1
         answers = await decide([message])
         return answers.answer if isinstance(answers, Same) else answers[0]
 

@@ -15,6 +15,7 @@ from ckptio._outcome import Outcome
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.ranks.interface import Deadlines
 from ckptio.testing import MemoryRanks, run_virtual
+from tests.rig import num_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -265,10 +266,10 @@ async def test_listening_costs_no_rounds(num_idle: int) -> None:
         for _ in range(num_idle):
             for trainer in trainers:
                 assert not await trainer.should_save()
-        assert [ranks.num_rounds for ranks in world.ranks] == [0, 0]
+        assert num_rounds(world) == 0
         trainers[1].stops.call_last("signal")
         await asyncio.wait(watching)
-        assert [ranks.num_rounds for ranks in world.ranks] == [1, 1]
+        assert num_rounds(world) == 1
         assert [stop.number for stop in trainers[0].agreed] == [num_idle + 1]
 
 

@@ -25,7 +25,7 @@ from ckptio.errors import (
 from ckptio.events import RanksAwaited
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, blank, job, shards_of
-from tests.rig import config_with, inline_engine, random_state
+from tests.rig import config_with, inline_engine, num_rounds, random_state
 from tests.state.ranks import as_rank
 from tests.state.test_sharded import sharded_tensor
 
@@ -130,10 +130,10 @@ def test_the_second_save_takes_one_round() -> None:
 
     async def scenario() -> None:
         async with job(3) as ranks:
-            rounds = [0]
+            rounds = [0.0]
             for _ in range(3):
                 await save_all(ranks, full, overwrite=True)
-                rounds.append(ranks.ranks.ranks[0].num_rounds)
+                rounds.append(num_rounds(ranks.ranks))
             assert [b - a for a, b in itertools.pairwise(rounds)] == [2, 1, 1]
 
     run_virtual(scenario(), seed=0)
@@ -171,7 +171,7 @@ def test_a_rank_that_changes_alone_is_planned_anew(seed: int, changed: set[int])
                     await engine.save(state, "memory", overwrite=True)
 
             await ranks.all(body)
-            assert ranks.ranks.ranks[0].num_rounds == 2 + 2 + 1
+            assert num_rounds(ranks.ranks) == 2 + 2 + 1
         assert place.leftovers() == []
         async with inline_engine({"memory": place}) as engine:
             loaded = await engine.load("memory")
