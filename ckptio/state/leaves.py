@@ -276,26 +276,11 @@ def encode_scalar(fqn: str, value: np.generic) -> Json:
     return {TAG: "npscalar", "d": value.dtype.str, "v": raw}
 
 
-def encode_size(_: str, value: torch.Size) -> Json:
-    """Encode a size."""
-    return {TAG: "torch.Size", "v": list(value)}
-
-
-def encode_dtype(_: str, value: torch.dtype) -> Json:
-    """Encode an element type that is a value."""
-    return {TAG: "torch.dtype", "v": str(value).removeprefix("torch.")}
-
-
-def encode_device(_: str, value: torch.device) -> Json:
-    """Encode a device that is a value."""
-    return {TAG: "torch.device", "v": str(value)}
-
-
 #: How to encode values of torch's that are words, by their exact types.
 WORDS: dict[type, Callable[[str, Any], Json]] = {
-    torch.Size: encode_size,
-    torch.dtype: encode_dtype,
-    torch.device: encode_device,
+    torch.Size: lambda _, size: {TAG: "torch.Size", "v": list(size)},
+    torch.dtype: lambda _, dtype: {TAG: "torch.dtype", "v": str(dtype).removeprefix("torch.")},
+    torch.device: lambda _, device: {TAG: "torch.device", "v": str(device)},
 }
 
 
