@@ -14,7 +14,6 @@ from ckptio.errors import FormatError
 from ckptio.format.encode import PATHS
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable
 
     from ckptio.format.encode import Json
@@ -44,14 +43,6 @@ def _zone(node: Json) -> zoneinfo.ZoneInfo:
         raise zoneinfo.ZoneInfoNotFoundError(key) from error
 
 
-def _datetime(node: Json) -> dt.datetime:
-    return _in_zone(dt.datetime.fromisoformat(node["v"]), node)
-
-
-def _time(node: Json) -> dt.time:
-    return _in_zone(dt.time.fromisoformat(node["v"]), node)
-
-
 def _in_zone(value: Moment, node: Json) -> Moment:
     """Give a moment its fold, and its zone where ISO 8601 does not say all of it."""
     value = value.replace(fold=node["f"])
@@ -76,10 +67,6 @@ def _timedelta(node: Json) -> dt.timedelta:
     return dt.timedelta(days, seconds, microseconds)
 
 
-def _path(node: Json) -> pathlib.PurePath:
-    return PATHS[node["k"]](_text(node["v"]))
-
-
 #: By tag; each raises one of `decode.BAD_VALUES`, or `FormatError`, for what is none.
 SCALARS: dict[str, Callable[[Json], Any]] = {
     "int": lambda node: int(node["v"], 16),
@@ -89,8 +76,8 @@ SCALARS: dict[str, Callable[[Json], Any]] = {
     "bytes": _b64,
     "bytearray": lambda node: bytearray(_b64(node)),
     "date": lambda node: dt.date.fromisoformat(node["v"]),
-    "datetime": _datetime,
-    "time": _time,
+    "datetime": lambda node: _in_zone(dt.datetime.fromisoformat(node["v"]), node),
+    "time": lambda node: _in_zone(dt.time.fromisoformat(node["v"]), node),
     "timedelta": _timedelta,
-    "path": _path,
+    "path": lambda node: PATHS[node["k"]](_text(node["v"])),
 }
