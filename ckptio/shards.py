@@ -42,6 +42,15 @@ class LeafSpec(NamedTuple):
         return nbytes_of(self.shape, self.dtype)
 
 
+def distinct_name(name: str, taken: set[str]) -> str:
+    """Give a name that no other tensor has, and take it; the first comer has the plain one."""
+    found, number = name, 2
+    while found in taken:
+        found, number = f"{name}~{number}", number + 1
+    taken.add(found)
+    return found
+
+
 class Part(NamedTuple):
     """What a rank writes of a block: all of it, or some of its rows.
 

@@ -39,6 +39,7 @@ from ckptio.foreign.rules import (
 )
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.shards import distinct_name
 from ckptio.state.numbered import numbered_below
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class DcpReader:
         flat, outline = self._taken(name)
         return values.add_flat(
             flat,
-            lambda inner: _distinct(f"{item.fqn}.{inner}", names),
+            lambda inner: distinct_name(f"{item.fqn}.{inner}", names),
             lambda number: f"{name}#{numbered(number, outline)}",
             files,
             tensors,
@@ -352,12 +353,3 @@ class DcpReader:
             stop=start + nbytes,
             fqns=[item.fqn],
         )
-
-
-def _distinct(name: str, names: set[str]) -> str:
-    """Give a name that nothing else has, and add it: a tensor may be called as one in a dict is."""
-    found, number = name, 2
-    while found in names:
-        found, number = f"{name}~{number}", number + 1
-    names.add(found)
-    return found

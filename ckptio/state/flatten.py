@@ -24,7 +24,7 @@ from ckptio.format.encode import RANKS_TAG, TAG, ObjectEncoder, class_name, enco
 from ckptio.format.manifest import MAX_DIMS
 from ckptio.layout import numel
 from ckptio.plan.differences import UNSURE
-from ckptio.shards import LeafSpec, PerRank, Shard
+from ckptio.shards import LeafSpec, PerRank, Shard, distinct_name
 from ckptio.state.alike import Alike
 from ckptio.state.held import Held
 from ckptio.state.leaves import (
@@ -215,13 +215,7 @@ class _Flattener:
             name = name.encode("utf-8", "backslashreplace").decode()
         if self._in_ranks:
             name += self._suffix
-        if name in self._names:
-            number = 2
-            while f"{name}~{number}" in self._names:
-                number += 1
-            name = f"{name}~{number}"
-        self._names.add(name)
-        return name
+        return distinct_name(name, self._names)
 
     def _leaf(self, fqn: str, value: Any) -> Json:
         """Handle what the encoder has no exact type for."""

@@ -23,6 +23,7 @@ from ckptio.format.checksum import unpack_checksums
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import numel
+from ckptio.shards import distinct_name
 from ckptio.state.tree import renumbered
 from ckptio.tiling import find_overlap
 
@@ -67,13 +68,8 @@ class Names:
 
     def distinct(self, fqn: str) -> str:
         """Give a name that nobody has yet; `fqn` itself where that is one."""
-        name = plain = fqn.encode("utf-8", "backslashreplace").decode() or "state"
-        number = 2
-        while name in self._taken:
-            name = f"{plain}~{number}"
-            number += 1
-        self._taken.add(name)
-        return name
+        plain = fqn.encode("utf-8", "backslashreplace").decode() or "state"
+        return distinct_name(plain, self._taken)
 
 
 class _Part(NamedTuple):
