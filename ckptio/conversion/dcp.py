@@ -44,12 +44,13 @@ from ckptio.conversion.own import (
     take_lock,
 )
 from ckptio.conversion.safetensors import Written
-from ckptio.conversion.source import new_like, require_dict
+from ckptio.conversion.source import require_dict
 from ckptio.conversion.unfit import UnfitError
 from ckptio.engine.attempt_end import may_go_on
 from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.dcp import METADATA
 from ckptio.layout import BIT_DTYPES
+from ckptio.state.rebuild import allocate
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, set_mode
 
@@ -163,7 +164,7 @@ def write_dcp(
 
     def stand_in(index: int) -> torch.Tensor:
         entry = source.manifest.tensors[index]
-        tensor = new_like(entry)
+        tensor = allocate(entry, device=torch.device("meta"))
         entries[id(tensor)] = entry
         standing.append(tensor)  # alive, so that its identity stays its own
         return tensor

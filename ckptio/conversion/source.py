@@ -25,7 +25,7 @@ from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.leaves import DTYPE_NAMES, as_integers, is_convertible
 from ckptio.state.prune import prune
-from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.rebuild import Rebuilder, torch_dtype, view_of
 from ckptio.state.references import check_view
 from ckptio.state.select import make_predicate
 from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
@@ -339,7 +339,7 @@ def _viewed(base: torch.Tensor, node: Json) -> torch.Tensor:
 
 def whole_of(entry: TensorEntry) -> Part:
     """Make one part of a whole tensor."""
-    return Part(entry, Box((0,) * len(entry.shape), entry.shape), 0)
+    return Part(entry, entry.box, 0)
 
 
 def parts_of(
@@ -379,11 +379,6 @@ def _cut(
         count = min(rows, rest[0] - first)
         offset = (*fixed, first, *(0,) * (len(rest) - 1))
         yield Part(entry, Box(offset, (*ones, count, *rest[1:])), start + first * row)
-
-
-def new_like(entry: TensorEntry) -> torch.Tensor:
-    """Make a tensor without memory that stands for a stored one."""
-    return allocate(entry, device=torch.device("meta"))
 
 
 def require_dict(state: Any, path: str) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class RankLoad:
         destinations = []
         for i, index in enumerate(indices):
             entry = manifest.tensors[index]
-            want_region(entry, Box((0,) * len(entry.shape), entry.shape), i, wanted)
+            want_region(entry, entry.box, i, wanted)
             destinations.append(Destination(tensors[index], torch_dtype(entry.dtype)))
         if destinations:
             self._read(wanted, destinations)
