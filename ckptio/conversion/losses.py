@@ -20,7 +20,7 @@ from ckptio.engine.hints import WRAPPERS
 from ckptio.format.bucket import later_code
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.layout import DTYPES
-from ckptio.state.tree import children, keys_of, tensor_index
+from ckptio.state.tree import children, keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -119,7 +119,7 @@ def _tags(node: Json) -> Iterator[str]:
 
 
 def _is_mapping(node: Json) -> bool:
-    return type(node) is dict and tensor_index(node) is None and node.get(TAG) in _MAPPINGS
+    return type(node) is dict and node.get(TAG) in _MAPPINGS
 
 
 def _is_text(key: Json) -> bool:

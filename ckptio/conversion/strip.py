@@ -42,7 +42,7 @@ def below(tree: Json, name: str) -> Json:
 
 def _joined(name: str, exact: list[Json], inside: list[tuple[str, Json]]) -> Json:
     """Make one of what is under a name itself and what was found below it, wherever."""
-    others = [node for node in exact if not _is_tensor(node)]
+    others = [node for node in exact if tensor_index(node) is None]
     if len(others) < len(exact) and not inside:
         raise ConfigError(f"{name!r} is a tensor: there are no names below it to keep")
     if len(exact) == len(others) == 1 and len(inside) == len(_items("", exact[0])):
@@ -55,10 +55,6 @@ def _joined(name: str, exact: list[Json], inside: list[tuple[str, Json]]) -> Jso
             raise UnfitError(f"two values are called {f'{name}.{key}'!r}")
         joined[key] = item
     return {TAG: "dict", "v": inside} if TAG in joined else joined
-
-
-def _is_tensor(node: Json) -> bool:
-    return type(node) is dict and tensor_index(node) is not None
 
 
 def _has_names(node: Json) -> bool:
