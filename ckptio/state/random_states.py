@@ -105,11 +105,7 @@ class RandomStates:
         """Give those of the devices; before CUDA is in use, what they will be set to then."""
         if not torch.cuda.is_initialized():
             return self._cuda
-        return " ".join(_hex_of(state) for state in torch.cuda.get_rng_state_all())
-
-
-def _hex_of(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
+        return " ".join(bytes(state.tolist()).hex() for state in torch.cuda.get_rng_state_all())
 
 
 def _name_of(number: int, generator: Generator) -> str:
