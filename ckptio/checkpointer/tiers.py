@@ -125,10 +125,6 @@ class SecondTier:
         self.context.copies.seen.add(root)
         await take_up(root, self.context)
 
-    async def owes(self, path: str) -> bool:
-        """Whether a step on the first tier is still to be copied."""
-        return await is_owed(self.context.resolver.storage(path), self.context)
-
     def look_for(self, step: int) -> Running[bool] | None:
         """Begin to look whether this tier has a step already. From any thread.
 
@@ -361,9 +357,10 @@ class SecondTier:
             found: What is on this tier.
             first: The first tier.
         """
+        context, storage = self.context, self.context.resolver.storage
         begun = [item.name for item in found if item.version is None]
-        owed = {parse_name(name) for name in begun if await self.owes(first.join(name))}
-        steps = {step for step in owed if step is not None}
+        owed = [name for name in begun if await is_owed(storage(first.join(name)), context)]
+        steps = {step for name in owed if (step := parse_name(name)) is not None}
         return lambda: steps | exempt()
 
 
