@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
 import ckptio
+from ckptio import events
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.errors import ConfigError, UnsupportedLeafError
 from tests.adapters.rig import QUICK, blank, cause, load, same, save
@@ -376,6 +377,27 @@ def test_unflattened_states_come_back(tmp_path: Path) -> None:
     load(target, tmp_path / "c", planner=planner)
     assert same(target, state)
     assert same(ckptio.sync.load(tmp_path / "c"), state)
+
+
+def test_an_observer_hears_of_one_save(tmp_path: Path) -> None:
+    """What DCP has to know besides has a file, too; that one is counted, and is no other save."""
+    seen: list[events.Event] = []
+    writer = StorageWriter(tmp_path / "c", config=QUICK, observer=seen.append)
+    save({"w": torch.ones(3000), "step": 3}, storage_writer=writer)
+    info = ckptio.sync.inspect(tmp_path / "c")
+    (started,) = (event for event in seen if isinstance(event, events.SaveStarted))
+    assert [type(event) for event in seen if not isinstance(event, events.SaveProgressed)] == [
+        events.SaveStarted,
+        events.SaveStaged,
+        events.SaveCommitted,
+    ]
+    progressed = [event for event in seen if isinstance(event, events.SaveProgressed)]
+    assert [event.nbytes for event in progressed] == [started.nbytes] * len(progressed)
+    assert progressed[-1].written_nbytes == started.nbytes
+    committed = seen[-1]
+    assert isinstance(committed, events.SaveCommitted)
+    assert (committed.save_id, committed.nbytes) == (info.save_id, info.nbytes)
+    assert committed.elapsed_s > 0
 
 
 @pytest.mark.skipif(not has_option("enable_plan_caching"), reason="a later version of torch")

@@ -32,7 +32,7 @@ from ckptio.adapters.dcp.table import make_table
 from ckptio.engine.save import SaveJob, announce
 from ckptio.engine.write import write_buckets
 from ckptio.errors import PlanError, StorageError
-from ckptio.events import SaveCommitted, notify
+from ckptio.events import SaveCommitted, SaveProgressed, SaveStaged, SaveStarted, notify
 from ckptio.format.compose import encode_manifest, encode_rows
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.moments import SaveMoments
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ckptio.adapters.dcp.table import Table
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
-    from ckptio.events import Observer
+    from ckptio.events import Event, Observer
     from ckptio.plan.save import SavePlan
     from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Attempt, Storage
@@ -247,8 +247,8 @@ class RankSave:
             raise PlanError("finish() without prepare_global_plan(): DCP calls it on one rank")
         try:
             table = make_table(metadata, results)
-            with solo_engine(self._options.config, self._options.observer) as core:
-                self._commit(table, core)
+            with solo_engine(self._options.config, self._observe) as core:
+                nbytes = self._commit(table, core)
         except BaseException:
             self.abandon()
             raise
@@ -258,24 +258,30 @@ class RankSave:
             SaveCommitted(
                 path=self._place.path,
                 save_id=self.save_id,
-                nbytes=sum(nbytes for _, nbytes, _, _ in table.files),
+                nbytes=nbytes,
                 elapsed_s=time.perf_counter() - self._started_s,
             ),
         )
 
-    def _commit(self, table: Table, core: EngineCore) -> None:
-        """Look whether everything is there, and write the manifest."""
+    def _observe(self, event: Event) -> None:
+        """Pass on what happens while it is committed; the document's file is no save of its own."""
+        if not isinstance(event, (SaveStarted, SaveStaged, SaveProgressed)):
+            notify(self._options.observer, event)
+
+    def _commit(self, table: Table, core: EngineCore) -> int:
+        """Look whether everything is there, and write the manifest; give the bytes of all files."""
         storage = self._place.storage(core)
         attempt = core.call_blocking(lambda _: self._place.attempt(storage), "resume")
         try:
             core.call_blocking(lambda _: self._check_files(table, storage), "look for files")
-            manifest = self._encode(table, attempt, storage, core)
+            manifest, nbytes = self._encode(table, attempt, storage, core)
             core.call_blocking(lambda _: attempt.commit(manifest), "commit")
         except BaseException:
             core.call_blocking(lambda _: attempt.abort(), "abort")
             if attempt.is_published:
                 self._leads = False  # or may be: nothing of it may be removed any more
             raise
+        return nbytes
 
     async def _check_files(self, table: Table, storage: Storage) -> None:
         """Look whether what every rank wrote is where the manifest will say.
@@ -292,8 +298,10 @@ class RankSave:
                     path=self._place.path,
                 )
 
-    def _encode(self, table: Table, attempt: Attempt, storage: Storage, core: EngineCore) -> bytes:
-        """Write the document for DCP, and the manifest."""
+    def _encode(
+        self, table: Table, attempt: Attempt, storage: Storage, core: EngineCore
+    ) -> tuple[bytes, int]:
+        """Write the document for DCP; give the manifest, and the bytes of all files."""
         data = encode_document(table.document)
         spec = LeafSpec(DOCUMENT_NAME, "uint8", (len(data),))
         plan = plan_save([spec], self._options.config)
@@ -310,7 +318,7 @@ class RankSave:
             self.save_id,
         )
         place = (len(table.files), plan.places[0][1])
-        return encode_manifest(
+        manifest = encode_manifest(
             writer=__version__,
             save_id=self.save_id,
             created=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
@@ -320,6 +328,7 @@ class RankSave:
             tree=table.tree,
             hosts=table.hosts,
         )
+        return manifest, written[1] + sum(nbytes for _, nbytes, _, _ in table.files)
 
     def abandon(self) -> None:
         """Remove what this save left, on all ranks if this one coordinates. Never raises.
