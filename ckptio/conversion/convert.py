@@ -35,7 +35,7 @@ from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -146,11 +146,7 @@ def run_convert(  # noqa: D417  # `convert` has them
             _require_spared(read, target, to)
         read.check()
         leaves = list(read.leaves())
-        entries = {id(leaf.entry): leaf.entry for leaf in leaves}
-        total = sum(leaf.nbytes for leaf in leaves if leaf.is_plain or to in ("safetensors", "hf"))
-        if to == "ckptio":
-            total = sum(entry.nbytes for entry in entries.values())
-        meter = _Meter(total, progress, stop)
+        meter = _Meter(_nbytes_of(leaves, to), progress, stop)
         files = _write(
             read,
             target,
@@ -169,6 +165,18 @@ def run_convert(  # noqa: D417  # `convert` has them
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
         notes=(*_lost(read.tree, leaves, to, strip), *notes_of(read.manifest)),
+    )
+
+
+def _nbytes_of(leaves: Sequence[Leaf], to: Format) -> int:
+    """Count what is read or written in all, as it is told to `progress=`."""
+    if to in ("safetensors", "hf"):
+        return sum(leaf.nbytes for leaf in leaves)
+    # DCP gets under each name what is only whole tensors; of the rest each is read once
+    apart = {id(leaf.entry) for leaf in leaves if to == "ckptio" or not leaf.is_plain}
+    once = {id(leaf.entry): leaf.entry for leaf in leaves if id(leaf.entry) in apart}
+    return sum(entry.nbytes for entry in once.values()) + sum(
+        leaf.nbytes for leaf in leaves if id(leaf.entry) not in apart
     )
 
 

@@ -161,8 +161,10 @@ def write_dcp(
     _require_known(source)
     entries: dict[int, TensorEntry] = {}
     standing = []
+    read = set(source.indices())
 
     def stand_in(index: int) -> torch.Tensor:
+        read.remove(index)
         entry = source.manifest.tensors[index]
         tensor = allocate(entry, device=torch.device("meta"))
         entries[id(tensor)] = entry
@@ -170,6 +172,7 @@ def write_dcp(
         return tensor
 
     state = require_dict(source.values(stand_in), source.path)
+    advance(sum(source.manifest.tensors[index].nbytes for index in read))
     _require_names(state, source.path)
     try:
         made = make_own_dirs(path, config)

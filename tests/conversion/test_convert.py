@@ -714,6 +714,27 @@ def test_parts_cover_a_tensor_in_its_order() -> None:
             assert stop == entry.nbytes
 
 
+@pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
+def test_progress_ends_with_all_bytes(to: Format, tmp_path: Path) -> None:
+    """Those of what is read once for several views, and of files that are there, are counted."""
+    base, tied = torch.arange(3000.0), torch.ones(50)
+    state = {"w": base, "view": base[10:20], "one": tied, "two": tied, "list": [torch.ones(7)]}
+    sync.save(state, tmp_path / "source", config=SMALL)
+    total = {"ckptio": 12_228, "dcp": 12_428}.get(to, 12_468)
+    for name in ("x", "x" if to in ("safetensors", "hf") else "y"):
+        counts: list[tuple[int, int]] = []
+        sync.convert(
+            tmp_path / "source",
+            tmp_path / name,
+            to=to,
+            config=SMALL,
+            progress=lambda *count, counts=counts: counts.append(count),
+        )
+        done = [count[0] for count in counts]
+        assert done == sorted(done)
+        assert (done[-1], {count[1] for count in counts}) == (total, {total})
+
+
 def test_what_dcp_pickles_is_noted(tmp_path: Path) -> None:
     """It is in the directory, and comes back through DCP alone."""
     sync.save({"a": np.arange(3), "b": np.float32(2), "c": 1}, tmp_path / "c")
