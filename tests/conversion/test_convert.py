@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import datetime as dt
 import enum
+import errno
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from ckptio.errors import (
     TargetError,
 )
 from ckptio.format.manifest import DOCUMENT_NAME, Chunk, TensorEntry
-from ckptio.storage import locks
+from ckptio.storage import linux, locks
 from tests.adapters.rig import save
 from tests.foreign.rig import (
     assert_same_state,
@@ -47,6 +48,8 @@ from tests.rig import SMALL
 from tests.strategies import bytes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptio.conversion.convert import Format
 
 SOURCES = ("ours", "dcp", "torch.save")
@@ -423,8 +426,13 @@ def test_a_save_of_dcp_under_way_keeps_its_files(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path / "dcp")) == {*names, "__0_0.distcp", "__1_0.distcp"}
 
 
-def test_a_file_that_comes_meanwhile_stays(tmp_path: Path) -> None:
-    """It was not there when the conversion looked."""
+@pytest.mark.parametrize("refusal", [None, errno.EINVAL])
+def test_a_file_that_comes_meanwhile_stays(
+    refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there when the conversion looked; also where no rename leaves others alone."""
+    if refusal is not None:
+        monkeypatch.setattr(linux, "rename_noreplace", refuse_rename(refusal))
     source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
     path = tmp_path / "x.safetensors"
 
@@ -435,6 +443,82 @@ def test_a_file_that_comes_meanwhile_stays(tmp_path: Path) -> None:
         sync.convert(source, path, to="safetensors", config=SMALL, progress=meanwhile)
     assert path.read_bytes() == b"of somebody else"
     assert sorted(os.listdir(tmp_path)) == ["source", "x.safetensors"]
+
+
+def refuse_rename(code: int) -> Callable[[str, str], None]:
+    """Make what a file system does that has no such rename, or is broken."""
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(code, os.strerror(code), source, None, target)
+
+    return refuse
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
+def test_a_file_gets_its_name_where_no_rename_leaves_others_alone(
+    to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is broken is not taken for that, and leaves nothing."""
+    source = save_as("ours", tmp_path / "source", make_weights())
+    monkeypatch.setattr(linux, "rename_noreplace", refuse_rename(errno.EACCES))
+    with pytest.raises(StorageError, match="cannot write"):
+        sync.convert(source, tmp_path / "x", to=to, config=SMALL)
+    assert not os.path.isfile(tmp_path / "x")
+    monkeypatch.setattr(linux, "rename_noreplace", refuse_rename(errno.EINVAL))
+    sync.convert(source, tmp_path / "x", to=to, config=SMALL)
+    found = sync.load(tmp_path / "x", config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(make_weights().items())))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert not (tmp_path / "x").is_dir() or not any(
+        name.endswith("partial") for name in os.listdir(tmp_path / "x")
+    )
+
+
+@pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
+def test_what_cannot_lie_there_is_an_error_of_ours(to: Format, tmp_path: Path) -> None:
+    """Nothing is below a file."""
+    source = save_as("ours", tmp_path / "source", make_weights())
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(StorageError):
+        sync.convert(source, tmp_path / "file" / "x", to=to, config=SMALL)
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize(
+    "state",
+    [{"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {"__metadata__": torch.ones(2)}],
+)
+def test_tensors_that_a_safetensors_file_cannot_tell_apart_are_refused(
+    to: Format, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before anything is written."""
+    source = save_as("ours", tmp_path / "source", state)
+    with pytest.raises(FormatError, match="have one name, or one has a reserved one"):
+        sync.convert(source, tmp_path / "x", to=to, config=SMALL)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    source = save_as("ours", tmp_path / "source", make_weights())
+    mine, link = tmp_path / "mine", tmp_path / "x.safetensors"
+    mine.write_bytes(b"mine")
+    link.symlink_to(mine)
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, link, to="safetensors", config=SMALL)
+    sync.convert(source, link, to="safetensors", overwrite=True, config=SMALL)
+    assert not link.is_symlink()
+    assert mine.read_bytes() == b"mine"
+    assert set(load_file(link)) == set(make_weights())
+
+
+def test_a_part_of_a_tensor_takes_no_more_room_in_dcp(tmp_path: Path) -> None:
+    """Whatever else lies in the memory of a tensor that has views."""
+    base = torch.arange(200_000)
+    state = {"base": base, **{f"{i}": base[i : i + 9] for i in range(5)}}
+    source = save_as("ours", tmp_path / "source", state)
+    report = sync.convert(source, tmp_path / "x", to="dcp", config=SMALL)
+    assert sum(file.nbytes for file in report.files) < base.nbytes + (64 << 10)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -643,6 +727,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         {"to": "hf", "strip": "embed.weight"},
         {"to": np.array(["hf", "dcp"])},
         {"to": "hf", "progress": True},
+        *({"to": "hf", name: "no"} for name in ("overwrite", "drop_values")),
         {"to": "hf", "select": np.array(["embed", "head"])},
         {"to": "hf", "select": torch.ones(2)},
     ]
@@ -698,6 +783,30 @@ async def test_cancelling_ends_it_and_leaves_nothing_half_done(
         tmp_path / "x.safetensors", tmp_path / "ours", to="ckptio", config=SMALL
     )
     assert report.nbytes == 200_000
+
+
+@pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
+def test_a_source_that_was_cut_is_refused_before_anything_is_written(
+    to: Format, tmp_path: Path
+) -> None:
+    """However much of it is whole."""
+    config = dataclasses.replace(SMALL, bucket_nbytes=16 << 10)
+    sync.save({f"w{i}": torch.ones(5000 + i) for i in range(3)}, tmp_path / "c", config=config)
+    cut = max((tmp_path / "c").glob("data-*"))
+    os.truncate(cut, cut.stat().st_size - 1)
+    counts: list[int] = []
+    options: dict[str, Any] = {"max_shard_nbytes": 16 << 10} if to == "hf" else {}
+    with pytest.raises(CorruptionError, match=cut.name):
+        sync.convert(
+            tmp_path / "c",
+            tmp_path / "x",
+            to=to,
+            config=config,
+            progress=lambda done, _: counts.append(done),
+            **options,
+        )
+    assert counts == []
+    assert not (tmp_path / "x").exists()
 
 
 def test_parts_cover_a_tensor_in_its_order() -> None:

@@ -12,6 +12,7 @@ from ckptio import sync
 from ckptio.conversion.convert import FORMATS
 from ckptio.conversion.own import sync_above
 from ckptio.errors import StorageError
+from tests.conftest import open_files
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -241,6 +242,8 @@ def test_what_only_looks_like_a_file_is_neither_waited_for_nor_replaced(
     options: dict[str, Any] = {"to": "hf" if name else "safetensors"}
     if name.endswith(".json"):
         options["max_shard_nbytes"] = 800
+    files = open_files()
     with pytest.raises(StorageError):
         sync.convert(source, tmp_path / "target", overwrite=overwrite, config=SMALL, **options)
     assert fifo.is_fifo()
+    assert open_files() == files
