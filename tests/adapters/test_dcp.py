@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import inspect
 import io
+import os
 import pathlib
 import pickle
 from dataclasses import dataclass
@@ -208,7 +210,7 @@ def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path, value: obj
 
 
 def test_awkward_names_come_back(tmp_path: Path) -> None:
-    """Dots, tags, reserved names, quotes, other scripts, the empty name."""
+    """Dots, tags, reserved names, quotes, other scripts, the empty name and what replaces it."""
     names = [
         "a.b",
         "~",
@@ -218,6 +220,8 @@ def test_awkward_names_come_back(tmp_path: Path) -> None:
         "ü/日",
         "a b",
         "0",
+        "state",
+        "state~2",
         "",
     ]
     state: dict[str, Any] = {name: torch.full((3,), i) for i, name in enumerate(names)}
@@ -441,6 +445,9 @@ def test_metadata_says_what_the_stock_reader_says(tmp_path: Path) -> None:
         *([{"cache_staged_state_dict": True}] if hasattr(staging, "DefaultStager") else []),
         {"_extensions": ["one"]},
         {"thread_count": 0},
+        {"thread_count": True},
+        {"thread_count": 2.0},
+        {"sync_files": "no"},
         {"serialization_format": "torch_save"},
         {"config": {"max_writes": 2}},
         {"observer": 3},
@@ -482,6 +489,30 @@ def test_stock_options_mean_what_they_say(tmp_path: Path) -> None:
     with cause() as causes:
         save({"x": 1}, storage_writer=StorageWriter())
     assert isinstance(causes[0], ConfigError)
+
+
+@pytest.mark.parametrize("syncs", [False, True, None])
+def test_files_are_synced_as_they_are_told_to(
+    *, syncs: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the option of the stock writer, or else by the config."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for durability in ("none", "full"):
+        synced.clear()
+        path = tmp_path / durability
+        config = dataclasses.replace(QUICK, durability=durability)
+        save({"x": torch.ones(3)}, storage_writer=StorageWriter(path, True, syncs, config=config))  # noqa: FBT003  # as stock writers are made
+        is_synced = durability == "full" if syncs is None else syncs
+        assert (str(path) in synced) == is_synced
+        num_data = sum(os.path.basename(file).startswith("data-") for file in synced)
+        assert num_data == (2 if is_synced else 0)
 
 
 def test_plug_ins_are_what_dcp_expects(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ckptio.errors import (
     CheckpointChangedError,
     CorruptionError,
     FormatError,
+    PlanError,
     StorageError,
 )
 from ckptio.format.checksum import crc32c, pack_checksums
@@ -99,6 +100,22 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint_whole(tmp_path: Path) -> N
     save(state_of(3.0), storage_writer=writer)
     assert_tidy(tmp_path / "c")
     assert same(ckptio.sync.load(tmp_path / "c"), state_of(3.0))
+
+
+def test_what_no_rank_wrote_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
+    """While the writer is still there, and saves nothing else."""
+
+    class Losing(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, [ours[:-1] for ours in results])
+
+    save(state_of(1.0), tmp_path / "c")
+    writer = Losing(tmp_path / "c", config=QUICK)
+    with cause() as causes:
+        save(state_of(2.0), storage_writer=writer)
+    assert isinstance(causes[0], PlanError)
+    assert_tidy(tmp_path / "c")
+    assert same(load(blank(state_of(0.0)), tmp_path / "c"), state_of(1.0))
 
 
 def test_the_old_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
@@ -180,20 +197,27 @@ def test_a_save_that_dcp_gives_up_elsewhere_is_removed(tmp_path: Path) -> None:
 
 
 DROPPED = """
-import gc, sys
+import gc, os, sys
 from ckptio.adapters.dcp import StorageWriter
 from tests.adapters.test_dcp_objects import give_up
 writer = StorageWriter(sys.argv[1])
 give_up(writer)
 circle = [writer]
 circle.append(circle)
+pid = os.fork()
+if not pid:
+    del writer, circle
+    gc.collect()
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert any(name.startswith("data-") for name in os.listdir(sys.argv[1]))
 del writer, circle
 gc.collect()
 """
 
 
 def test_a_program_that_ends_removes_what_a_dropped_writer_left(tmp_path: Path) -> None:
-    """The thread that does so has not begun when the last line has run."""
+    """The thread that does so has not begun when the last line has run; its children do not."""
     program = [sys.executable, "-W", "ignore", "-c", DROPPED, str(tmp_path / "c")]
     subprocess.run(program, check=True, timeout=60)
     assert not (tmp_path / "c").exists() or names_in(tmp_path / "c") == []

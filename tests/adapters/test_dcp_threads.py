@@ -117,6 +117,18 @@ def test_a_save_goes_where_the_writer_led_when_it_began(tmp_path: Path) -> None:
     assert is_at(tmp_path / "named", 2)
 
 
+def test_a_place_is_named_for_one_thread(tmp_path: Path) -> None:
+    """By `async_save`, whose thread names none; the save after one that failed is another."""
+    writer = StorageWriter(config=QUICK)
+    writer.reset(tmp_path / "mine")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(writer.reset, tmp_path / "other").result()
+    writer.reset()
+    assert writer.storage_meta().checkpoint_id == tmp_path / "mine"
+    writer.reset()
+    assert writer.storage_meta().checkpoint_id == tmp_path / "other"
+
+
 def test_what_failed_leaves_no_path(tmp_path: Path) -> None:
     """Set up or not, the next one on its thread goes where the writer is told to go since."""
 
