@@ -172,11 +172,11 @@ def write_dcp(
         return tensor
 
     state = require_dict(source.values(stand_in), source.path)
-    advance(sum(source.manifest.tensors[index].nbytes for index in read))
     _require_names(state, source.path)
     try:
         made = make_own_dirs(path, config)
         with _place_inside(path, made, config) as aside:
+            advance(sum(source.manifest.tensors[index].nbytes for index in read))
             name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
             _save(state, _Writer(aside, name, config), LazyPlanner(source, entries, advance))
             _settle(f"{aside}/{METADATA}", config)
