@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -151,14 +152,18 @@ def _show(node: Json) -> str:
 
 def _shorten(texts: Sequence[str]) -> list[str]:
     """Shorten texts that differ so that they still do: what they begin with goes first."""
-    if max(map(len, texts)) > _MAX_SHOWN:
-        first, last = min(texts), max(texts)
-        pairs = zip(first, last, strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
-        if common >= _MAX_SHOWN // 2:
-            start = common - _MAX_SHOWN // 4
-            texts = [f"...{text[start:]}" for text in texts]
-    return [t if len(t) <= _MAX_SHOWN else f"{t[: _MAX_SHOWN - 3]}..." for t in texts]
+    common = dict.fromkeys(texts, 0)  # characters with which some other text begins, too
+    for one, other in itertools.pairwise(sorted(common)):
+        pairs = enumerate(zip(one, other, strict=False))
+        common[other] = next((i for i, (a, b) in pairs if a != b), len(one))
+        common[one] = max(common[one], common[other])
+    shown = [
+        f"...{text[common[text] - _MAX_SHOWN // 4 :]}"
+        if len(text) > _MAX_SHOWN and common[text] >= _MAX_SHOWN // 2
+        else text
+        for text in texts
+    ]
+    return [t if len(t) <= _MAX_SHOWN else f"{t[: _MAX_SHOWN - 3]}..." for t in shown]
 
 
 def _list(texts: Sequence[str]) -> str:

@@ -580,6 +580,13 @@ def test_a_state_that_is_no_container_is_merged_too() -> None:
     assert "'state' is None on rank 0 and 1 on rank 1" in refused(None, 1)
 
 
+def test_values_that_begin_alike_are_told_apart_beside_others() -> None:
+    """Of which one begins otherwise."""
+    message = refused(*({"x": text} for text in (f"{'=' * 99}1", "no", f"{'=' * 99}2")))
+    assert "==1' on rank 0, 'no' on rank 1 and ..." in message
+    assert "==2' on rank 2;" in message
+
+
 def test_taking_a_tree_leaves_nothing_to_collect() -> None:
     """Each save of several ranks takes one: in a run without collections they would add up."""
     tree, names = {"a": {TAG: 0}, "b": [1, {"c": 2}]}, ["a"]
