@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptio.config import KiB, MiB
@@ -27,7 +27,7 @@ from ckptio.plan.readers import Kind, place_whole, share_out
 from ckptio.plan.worth import is_worth_exchanging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 BLOCK = 4 * KiB
 
@@ -107,7 +107,7 @@ def replicated(sizes: Sequence[int], num_ranks: int, **options: Sequence[str]) -
     return World(manifest, [everything] * num_ranks, ["h"] * num_ranks)
 
 
-@given(world=worlds(), slab=st.integers(1, 6))
+@given(world=worlds(), slab=st.integers(0, 6))
 def test_each_wanted_block_is_read_once_and_reaches_all_who_want_it(
     world: World, slab: int
 ) -> None:
@@ -117,7 +117,7 @@ def test_each_wanted_block_is_read_once_and_reaches_all_who_want_it(
     seen: set[tuple[int, int]] = set()
     for unit in plan.units:
         assert unit.start % BLOCK == 0
-        assert 0 < unit.nbytes <= slab * BLOCK
+        assert 0 < unit.nbytes <= max(1, slab) * BLOCK  # a checkpoint may have larger blocks
         first = unit.start // BLOCK
         blocks = {(unit.file, first + i) for i in range(-(-unit.nbytes // BLOCK))}
         assert world.nbytes(blocks) == unit.nbytes
@@ -211,9 +211,16 @@ def test_the_short_end_of_a_file_travels_with_the_blocks_before_it() -> None:
 
 def test_what_is_not_cut_is_read_by_a_rank_that_wants_it() -> None:
     """Though all of them read much, and one that does not want it reads nothing."""
-    loads = [10, 9, 0]
-    assert place_whole(Kind((0, 1), -1, ()), 5, loads, 6) == 1
-    assert loads == [10, 14, 0]
+    loads = [0, 0, 10, 9]
+    assert place_whole(Kind((2, 3), -1, ()), 5, loads, 6) == 3
+    assert loads == [0, 0, 10, 14]
+
+
+def test_what_is_not_cut_is_read_where_it_is_near_up_to_the_limit() -> None:
+    """Though another has less; and by that one if it is above."""
+    kind = Kind((0, 1), 0, (0,))
+    assert place_whole(kind, 5, [1, 0], 6) == 0
+    assert place_whole(kind, 5, [1, 0], 5) == 1
 
 
 def test_readers_keep_abreast_of_each_other() -> None:
@@ -234,6 +241,9 @@ def test_what_is_far_is_given_away_first() -> None:
     assert shares == {own: {0: 8}, near: {1: 8}}
     shares = share_out({own: 8, near: 4}, [0, 4, 0], 8, 1)
     assert shares == {own: {0: 8}, near: {2: 4}}
+    near, far, more = Kind((0, 1), -1, (0,)), Kind((0, 2), -1, ()), Kind((0, 3), -1, ())
+    shares = share_out({near: 8, far: 4, more: 6}, [0, 0, 8 * 5, 500], 12 * 5, 5)
+    assert shares == {near: {0: 6, 1: 2}, far: {2: 4}, more: {0: 6}}
 
 
 def test_the_lowest_loads_rise_alike_below_those_that_are_higher() -> None:
@@ -243,6 +253,60 @@ def test_the_lowest_loads_rise_alike_below_those_that_are_higher() -> None:
     assert share_out({every: 12}, [2, 0, 4, 100], 200, 1) == {every: {0: 4, 1: 6, 2: 2}}
     own, both = Kind((0, 1), 0, (0,)), Kind((0, 1), -1, ())
     assert share_out({both: 8, own: 8}, [0, 0], 200, 1) == {own: {0: 8}, both: {1: 8}}
+
+
+def least_possible(
+    loads: Sequence[int], num_blocks: Mapping[Kind, int], block_nbytes: int
+) -> float:
+    """Give the least that the busiest rank can read, as `best_possible` does."""
+    return max(
+        sum(
+            [
+                *(loads[rank] for rank in some),
+                *(n * block_nbytes for kind, n in num_blocks.items() if {*kind.wanting} <= {*some}),
+            ]
+        )
+        / len(some)
+        for count in range(1, len(loads) + 1)
+        for some in itertools.combinations(range(len(loads)), count)
+    )
+
+
+@st.composite
+def kinds(draw: st.DrawFn, num_ranks: int) -> Kind:
+    ranks = st.integers(0, num_ranks - 1)
+    wanting = sorted(draw(st.sets(ranks, min_size=1)))
+    near = [rank for rank in wanting if draw(st.booleans())]
+    return Kind(tuple(wanting), draw(st.sampled_from([-1, *near])), tuple(near))
+
+
+@settings(max_examples=60)
+@given(loads=st.lists(st.integers(0, 60), min_size=1, max_size=4), data=st.data())
+def test_blocks_are_shared_out_as_evenly_as_can_be(loads: list[int], data: st.DataObject) -> None:
+    """All of them, to who wants them; but for the sake of nearness, no rank reads a block more."""
+    each = kinds(len(loads))
+    num_blocks = data.draw(st.dictionaries(each, st.integers(1, 20), min_size=1, max_size=5))
+    block, limit = data.draw(st.sampled_from([1, 4])), data.draw(st.integers(0, 150))
+    after = list(loads)
+    shares = share_out(num_blocks, loads, limit, block)
+    assert shares.keys() == num_blocks.keys()
+    for kind, by_rank in shares.items():
+        assert sum(by_rank.values()) == num_blocks[kind]
+        for rank, count in by_rank.items():
+            assert rank in kind.wanting
+            assert count > 0
+            after[rank] += count * block
+    assert max(after) < max(limit, least_possible(loads, num_blocks, block)) + block
+
+
+@given(loads=st.lists(st.integers(0, 60), min_size=2, max_size=5), count=st.integers(1, 50))
+def test_blocks_go_to_those_near_that_have_least(loads: list[int], count: int) -> None:
+    """As long as nobody is above the limit."""
+    ranks = range(len(loads))
+    (by_rank,) = share_out({Kind((*ranks,), -1, (*ranks[1:],)): count}, loads, 1000, 4).values()
+    assert 0 not in by_rank
+    after = [loads[rank] + 4 * by_rank.get(rank, 0) for rank in ranks]
+    assert max(after[rank] for rank in by_rank) - min(after[1:]) < 4 * len(loads)
 
 
 def test_who_reads_much_already_gives_away_what_it_has_and_no_more() -> None:
@@ -261,6 +325,10 @@ def test_what_only_one_wants_is_not_exchanged() -> None:
     assert plan.read_nbytes() == [80 * BLOCK, 20 * BLOCK]
     assert plan.shared_nbytes() == plan.sent_nbytes() == 10 * BLOCK
     assert all(unit.reader == 1 for unit in plan.units if unit.takers)
+    reasons = {unit.reader: reason for unit, reason in zip(plan.units, plan.reasons, strict=True)}
+    assert reasons == {0: "nobody else wants it", 1: "own file"}
+    wants = [runs_of({(0, b) for b in range(80)}), runs_of({(0, b) for b in range(20, 80)})]
+    assert World(manifest, wants, ["x", "x"]).plan().read_nbytes() == [40 * BLOCK] * 2
 
 
 def test_blocks_move_along_a_chain_of_ranks() -> None:
@@ -271,6 +339,9 @@ def test_blocks_move_along_a_chain_of_ranks() -> None:
     wants = [runs_of(first), runs_of(first | second), runs_of(second)]
     loads = World(manifest, wants, ["h"] * 3).plan().read_nbytes()
     assert max(loads) <= 1.1 * 60 * BLOCK
+    left, right = Kind((0, 1), 0, (0,)), Kind((1, 2), 1, (1,))
+    shares = share_out({left: 10, right: 8}, [0, 0, 0], 8 * 5, 5)
+    assert shares == {left: {0: 8, 1: 2}, right: {1: 6, 2: 2}}, "and no more than it has to"
 
 
 def test_own_files_go_first_then_the_same_host() -> None:
@@ -454,7 +525,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     manifest = manifest_of([2 * BLOCK])
     for file, bounds in [
         (1, (0, 1)), (-1, (0, 1)), (0, (0, 3)), (0, (1, 1)), (0, (0,)), (0, (-1, 1)), (0, ()),
-        (0, (0, 2, 1, 2)),
+        (0, (0, 2, 1, 2)), (0, (0, 1, 2, 3)),
     ]:  # fmt: skip
         runs = ((file, bounds),)
         with pytest.raises(PlanError, match="rank 1 wants"):
@@ -478,6 +549,12 @@ def test_an_explanation_says_who_reads_what_for_whom_and_why() -> None:
         "rank 0 reads [0, 32768) of f0 (own file), for 1 too"
     )
     assert explain(plan, manifest, ["nothing"]) == ()
+    manifest = manifest_of([4 * BLOCK], [2], ["h"] * 3)
+    plan = World(manifest, [runs_of({(0, b) for b in range(4)})] * 2, ["h"] * 2).plan()
+    assert [str(line) for line in explain(plan, manifest)] == [
+        "rank 0 reads [0, 8192) of f0 (same host), for 1 too",
+        "rank 1 reads [8192, 16384) of f0 (same host), for 0 too",
+    ]
 
 
 def test_an_explanation_of_some_tensors_is_of_what_holds_their_bytes() -> None:

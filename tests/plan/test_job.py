@@ -455,6 +455,7 @@ def test_small_replicas_are_not_cut() -> None:
     plan = plan_job([[LeafSpec("w", "uint8", (100 * KiB, 1))]] * 4)
     assert sorted(plan.written_nbytes) == [0, 0, 0, 100 * KiB]
     assert len(plan.tensors[0].chunks) == 1
+    assert plan_job([[LeafSpec("w", "bool", ())]] * 4).written_nbytes == (1, 0, 0, 0)
 
 
 def test_blocks_that_are_no_grid_are_not_cut() -> None:
@@ -465,6 +466,14 @@ def test_blocks_that_are_no_grid_are_not_cut() -> None:
     specs = [LeafSpec("w", "uint8", local, (8 * k, 2), offset) for offset, local in ragged]
     plan = plan_job([specs] * 3, min_part_nbytes=1)
     assert len(plan.tensors[0].chunks) == 4
+
+
+def test_blocks_without_elements_do_not_keep_others_from_being_cut() -> None:
+    """As of a tensor with fewer rows than there are ranks to shard it over."""
+    rows = shards("w", "uint8", (2, 8 * MiB), (3, 1))
+    assert rows[2].nbytes == 0
+    plan = plan_job([[rows[rank % 3]] for rank in range(6)])
+    assert plan.written_nbytes == (4 * MiB, 4 * MiB, 0, 4 * MiB, 4 * MiB, 0)
 
 
 def test_a_replica_beside_what_one_rank_alone_has_is_cut() -> None:
@@ -572,7 +581,7 @@ def test_chunks_have_copies_and_boxes_where_there_are_any() -> None:
     """A tensor that is one chunk needs no box, and a chunk that one rank has no list."""
     halves = shards("cut", "uint8", (4,), (2,))
     world = [[LeafSpec("a", "uint8", (4,)), *halves], [LeafSpec("a", "uint8", (4,)), halves[0]]]
-    plan = plan_job(world, replicate="local")
+    plan = plan_job(world, replicate="local", local_nbytes=4)
     table = merge_tables(plan, [[(0, 8), (0, 16), (0, 24)], [(0, 8), (0, 16)]], [1, 1])
     assert msgspec.json.decode(table) == [
         ["a", "uint8", [4], [[0, 8, None, None, [[1, 8]]]]],
@@ -605,5 +614,6 @@ def test_an_assignment_travels_as_json() -> None:
         assert sent == assigned
         assert sent.parts(world[0]) == parts
     assert any(assigned.cuts for assigned in plan.assignments)
-    with pytest.raises(PlanError, match="does not have"):
-        Assignment((2,)).parts(world[0])
+    for number in (2, -1):
+        with pytest.raises(PlanError, match="does not have"):
+            Assignment((number,)).parts(world[0])

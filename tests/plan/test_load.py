@@ -166,6 +166,8 @@ def test_blocks_between_rows_are_left_out() -> None:
     manifest = manifest_of([10 * BLOCK])
     apart = Wanted(0, 0, BLOCK, 0, 0, rows=3, step=2 * BLOCK, stride=BLOCK)
     assert plan_load(manifest, [apart], SMALL).nbytes == 3 * BLOCK
+    inside = Wanted(0, 0, 16, 0, 0, rows=BLOCK // 32, step=32, stride=16)
+    assert plan_load(manifest, [inside], SMALL).nbytes == BLOCK
     close = Wanted(0, 5, 10, 0, 0, rows=300, step=20, stride=10)
     (segment,) = plan_load(manifest, [close], SMALL).segments
     assert segment.pieces == (
@@ -180,6 +182,8 @@ def test_a_checkpoint_may_have_other_blocks_than_the_engine() -> None:
     plan = plan_load(manifest, [Wanted(0, 5, 99_000, 0, 0)], SMALL)
     assert {s.nbytes for s in plan.segments} == {60 * KiB, 100_000 - 60 * KiB}
     assert len(landings(plan, 12 * KiB)[0]) == 99_000
+    plan = plan_load(manifest_of([1000 * KiB], block=400 * KiB), [Wanted(0, 0, 5, 0, 0)], SMALL)
+    assert [s.nbytes for s in plan.segments] == [400 * KiB]
 
 
 def test_nothing_wanted_is_nothing_read() -> None:

@@ -291,6 +291,23 @@ def test_new_tensors_are_shared_out_as_in_a_first_plan() -> None:
     assert len(holders_of(apart, "a")[0]) == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"hosts": ["x", "x", "y"]}, {"replicate": "local"}, {"replicate": "local", "local_nbytes": 9}],
+    ids=["hosts", "local", "small"],
+)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["new", "uneven"])
+def test_a_plan_is_made_again_by_the_same_options(
+    options: dict[str, Any], *, is_kept: bool
+) -> None:
+    """Where there is nothing to keep, and where keeping it would be uneven."""
+    large, filler = LeafSpec("w", "uint8", (600 * MiB,)), whole("filler", 1200 * MiB)
+    world: World = [[large, filler], [large, filler], [large]]
+    job = plan_job(world, min_part_nbytes=600 * MiB)
+    now: World = [[*[large] * is_kept, whole("a"), whole("b")]] * 3
+    assert plan_again(job, world, now, **options) == plan_job(now, **options)
+
+
 def test_a_rank_that_changes_by_turns_is_planned_each_time() -> None:
     """A plan that was made for a change is one to change."""
     world: World = [[whole("w"), whole("own0")], [whole("w"), whole("own1")]]
@@ -486,10 +503,24 @@ def test_what_was_written_by_any_plan_is_not_written_again() -> None:
     plans = [Followed(other, world, [1]), Followed(job, world, [0])]
     changed = {2: [whole("w"), whole("x")]}
     assert holders_of(replan_job(plans, changed), "w") == [[0]]
-    job = plan_job(world, replicate="local")
-    plans = [Followed(job, world, [1]), Followed(job, world, [0])]
-    again = replan_job(plans, changed, replicate="local")
-    assert [sorted(held) for held in holders_of(again, "w")] == [[0, 1, 2]]
+    for state, holders in ((world, [0, 1, 2]), ([world[0], [], world[2]], [0, 2])):
+        job = plan_job(state, replicate="local")
+        plans = [Followed(job, state, [1]), Followed(job, state, [0])]
+        again = replan_job(plans, changed, replicate="local")
+        assert [sorted(held) for held in holders_of(again, "w")] == [holders]
+
+
+def test_of_plans_that_will_do_the_one_that_most_ranks_followed_is_taken() -> None:
+    """In whatever order they are known."""
+    world: World = [[whole("w")]] * 5
+    jobs = [
+        plan_job(world, pins={"w": {((0,), (20_000,)): [Share(rank, 0, 80_000)]}})
+        for rank in (3, 4)
+    ]
+    plans = [Followed(jobs[0], world, [0]), Followed(jobs[1], world, [1, 2])]
+    for known in (plans, plans[::-1]):
+        again = replan_job(known, {3: world[3], 4: world[4]})
+        assert holders_of(again, "w") == [[4]]
 
 
 def test_plans_that_do_not_fit_together_are_told_from_ranks_that_changed() -> None:
@@ -603,17 +634,24 @@ def test_plans_that_differ_make_a_plan_of_what_was_written_or_none(
     check(world, again, old, may_be_idle=True)
 
 
-def test_a_plan_that_would_be_uneven_is_made_from_the_start() -> None:
+@pytest.mark.parametrize(
+    ("size", "own", "stays"),
+    [(80 * MiB, 0, False), (MiB, 0, True), (80 * MiB, 4096 * MiB, True)],
+    ids=["much", "little", "little of all"],
+)
+def test_a_plan_that_would_be_uneven_is_made_from_the_start(
+    size: int, own: int, *, stays: bool
+) -> None:
     """More than half a GiB that one rank would write alone takes time; a few MiB do not."""
-    for size, stays in ((80 * MiB, False), (MiB, True)):
-        large = [LeafSpec(f"w{i}", "uint8", (size,)) for i in range(8)]
-        world: World = [[*large, LeafSpec("own", "uint8", (8 * size,))], large]
-        job = plan_job(world, min_part_nbytes=size)
-        assert {tuple(held) for i in range(8) for held in holders_of(job, f"w{i}")} == {(1,)}
-        now: World = [large, large]
-        again = plan_again(job, world, now)
-        is_even = max(again.written_nbytes) == min(again.written_nbytes)
-        assert is_even != stays
+    large = [LeafSpec(f"w{i}", "uint8", (size,)) for i in range(8)]
+    world: World = [[*large, LeafSpec("own", "uint8", (8 * size,))], large]
+    job = plan_job(world, min_part_nbytes=size)
+    assert {tuple(held) for i in range(8) for held in holders_of(job, f"w{i}")} == {(1,)}
+    now: World = [[*large, LeafSpec(f"own{rank}", "uint8", (own,))] for rank in range(2)]
+    again = plan_again(job, world, now)
+    is_even = max(again.written_nbytes) == min(again.written_nbytes)
+    assert is_even != stays
+    assert stays or again == plan_job(now)
 
 
 def test_a_plan_is_as_even_as_one_from_the_start_beside_what_one_rank_alone_has() -> None:

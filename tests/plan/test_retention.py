@@ -114,7 +114,7 @@ def test_pins_and_predicates_keep_what_others_let_go() -> None:
 
 def test_pins_are_shown_as_they_are_written() -> None:
     """For a log that says what a run keeps."""
-    assert repr(KeepSteps(20, 3)) == "KeepSteps(3, 20)"
+    assert repr(KeepSteps(16, 3)) == "KeepSteps(3, 16)"
     assert eval(repr(KeepSteps(20, 3))) == KeepSteps(3, 20)  # noqa: S307  # ours
 
 
@@ -242,6 +242,7 @@ def test_a_run_that_went_back_saves_at_multiples() -> None:
     """Those that it comes by again, and not each step until it is where it was."""
     every = SaveEvery(steps=4)
     assert [step for step in range(1, 11) if every.is_due(step, 11)] == [4, 8]
+    assert not every.is_due(8, 8)
 
 
 def test_time_is_a_number_of_seconds_to_wait() -> None:

@@ -276,15 +276,13 @@ def test_the_bytes_of_every_part_are_written_to_its_place(
     plan = plan_save(leaves, config, parts)
     sizes = [LeafSpec(leaves[p.leaf].name, leaves[p.leaf].dtype, p.shape).nbytes for p in parts]
     where: dict[tuple[int, int], tuple[int, int]] = {}
+    noted: dict[tuple[int, int], dict[str, list[int]]] = {}
     for bucket in plan.buckets:
         header = contents(plan, bucket.index)
         stored, notes = decode_header(header, bucket.nbytes - len(header))
         info = msgspec.json.decode(notes["DCP_SHARDING_INFO"])
         assert set(info) == {tensor.name for tensor in stored}
-        assert all(
-            len(info[t.name]["saved_offsets"]) == len(t.shape) + len(DTYPES[t.dtype].inner)
-            for t in stored
-        )
+        noted |= {(bucket.index, len(header) + t.start): info[t.name] for t in stored if t.nbytes}
         for segment in bucket.segments:
             for offset, leaf, at, nbytes in segment.pieces:
                 for k in range(nbytes):
@@ -296,6 +294,13 @@ def test_the_bytes_of_every_part_are_written_to_its_place(
     }
     assert where == expected
     assert plan.num_tensors == len({part.leaf for part in parts})
+    for part, nbytes, place in zip(parts, sizes, plan.places, strict=True):
+        spec = leaves[part.leaf]
+        inner = DTYPES[spec.dtype].inner
+        note = {"saved_offsets": [*part.global_offset, *(0 for _ in inner)]}
+        if part.shape != (spec.global_shape or spec.shape):
+            note["global_shape"] = [*(spec.global_shape or spec.shape), *inner]
+        assert not nbytes or noted[place] == note
 
 
 @given(given=part_lists(), config=configs, data=st.data())
@@ -357,6 +362,7 @@ def test_a_shard_is_not_saved_alone() -> None:
     """Nobody would miss the rest of it until it is loaded."""
     with pytest.raises(PlanError, match="save it from all ranks"):
         plan_save([LeafSpec("w", "uint8", (4,), (8,), (0,))], SMALL)
+    assert plan_save([LeafSpec("w", "uint8", (4,), (4,), (0,))], SMALL).num_tensors == 1
 
 
 def test_no_parts_make_no_buckets() -> None:

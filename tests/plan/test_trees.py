@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import enum
 import gc
+import re
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +35,12 @@ class Tensor(NamedTuple):
 
     name: str
     node: Mapping[str, Any] = {}
+
+
+class Held(enum.Enum):
+    """What holds a tensor."""
+
+    ONE = (Tensor("r"),)
 
 
 def encode(state: Any) -> tuple[Json, list[str]]:
@@ -416,6 +424,63 @@ def test_ranks_that_hold_nothing_of_a_tensor_do_not_decide_what_it_is_tied_to() 
             merged(unsure, *others)
 
 
+ARRAY = {TAG: "np", "d": "<f4", "s": [2], "t": 0}
+
+
+@pytest.mark.parametrize("node", [{TAG: 0}, ARRAY], ids=["tensor", "array"])
+def test_what_ranks_know_of_a_tensor_is_left_out_and_may_not_differ(node: Json) -> None:
+    """One may know more than another; what is another tensor is another, known or not."""
+    facts = {"of": "x"}, {"crc32c": "7"}, {"of": "y"}, {"of": "x", "crc32c": "8"}
+    a, b, c, d = ({**node, "mark": each} for each in facts)
+
+    def merged(*nodes: Json) -> Json:
+        ranks = [take_tree({"k": each} if each else {}, ["w", "z"]) for each in nodes]
+        return merge_trees(ranks, {"w": 0, "z": 1})
+
+    for same in ((a,), (a, a), (a, node), (node, b), (a, b), (None, b, a)):
+        assert merged(*same) == {"k": node}
+    other = {**node, "t" if "t" in node else TAG: 1}
+    differing: Sequence[Sequence[Json]] = [
+        (a, c), (a, b, c), (a, b, d), (a, 5), (a, {"mark": {}}), (a, other),
+    ]  # fmt: skip
+    kind = "an array" if node is ARRAY else "a tensor"
+    for nodes in differing:
+        with pytest.raises(PlanError, match=rf"'k' is {kind} \(of 'x'\) on rank 0"):
+            merged(*nodes)
+
+
+def test_who_has_what_is_known_of_a_tensor_is_who_refers_to_it() -> None:
+    """Nobody else: else two tensors of one name would be taken for replicas."""
+    trees: list[Json] = [{"a": {"b": {TAG: 0}}}]
+    trees += [{"a.b": {TAG: 0, "mark": {"crc32c": "7"} if n else {"of": "x"}}} for n in range(2)]
+    with pytest.raises(PlanError, match=r"'a\.b' names tensors of different keys"):
+        merge_trees([take_tree(tree, ["a.b"]) for tree in trees], {"a.b": 0})
+
+
+@pytest.mark.parametrize(
+    ("path", "is_moment"),
+    [
+        ("o.state.0.exp_avg", True), ("o.param_groups.0.lr", True), ("param_groups.lr", True),
+        ("rng.state", False), ("rng.state.0", False), ("o.param_groups", False), ("o.w.0.x", False),
+    ],
+)  # fmt: skip
+def test_where_moments_differ_stages_of_a_pipeline_are_told_apart(
+    path: str, *, is_moment: bool
+) -> None:
+    """Not where something else does, or where no tensor does."""
+    for nodes, is_told in (
+        ([{TAG: 0, "mark": {"crc32c": f"{rank}"}} for rank in range(2)], is_moment),
+        ([{TAG: 0, "mark": {"crc32c": "0"}}, 5], is_moment),
+        ([1, 2], False),
+    ):
+        trees: list[Json] = nodes
+        for key in reversed(path.split(".")):
+            trees = [{key: tree} for tree in trees]
+        with pytest.raises(PlanError) as caught:
+            merge_trees([take_tree(tree, ["w"]) for tree in trees], {"w": 0})
+        assert ("stages of a pipeline" in str(caught.value)) == is_told
+
+
 def test_a_tensor_lies_in_memory_as_it_does_on_the_lowest_rank() -> None:
     """Its values do not depend on it: no save fails for that. Another tensor is another."""
     plain, last = {"w": {TAG: 0}}, {"w": {TAG: 0, "p": [0, 2, 3, 1]}}
@@ -429,17 +494,20 @@ def test_a_tensor_lies_in_memory_as_it_does_on_the_lowest_rank() -> None:
         assert merged(first, plain, last, third) == first
     with pytest.raises(PlanError, match="'w' is tensor 'w' on rank 0 and 5 on rank 1;"):
         merged(last, {"w": 5})
+    with pytest.raises(PlanError, match="'w' is 5 on rank 0 and tensor 'w' on rank 1;"):
+        merged({"w": 5}, last)
     with pytest.raises(PlanError, match="'w' is tensor 'w' on rank 0 and tensor 'x' on rank 1;"):
         merged(last, {"w": {TAG: 1}}, names=("w", "x"))
 
 
 def test_tensors_have_the_numbers_of_the_manifest_wherever_they_lie() -> None:
-    """In records, tuples, and dicts with other keys; in what all ranks have, and one alone."""
+    """In records, enums, and dicts with other keys; in what all ranks have, and one alone."""
     states = [
         {
             "record": Point(Tensor("z"), (Tensor("y"), [Tensor("x")])),
             "settings": Settings(rate=Tensor("w")),
             "dict": {1: Tensor("v"), 2: OrderedDict(a=(Tensor("u"),))},
+            "enum": Held.ONE,
             "own": PerRank((Point(Tensor(f"t{rank}"), 0),)),
             f"only {rank}": (Point(0, Tensor(f"s{rank}")),),
         }
@@ -501,6 +569,17 @@ def test_per_rank_values_are_kept_for_each_rank() -> None:
     }
 
 
+def test_per_rank_values_are_told_apart_by_their_places() -> None:
+    """Though ranks have more or fewer of them before."""
+    ranks = [{"a": PerRank(1), "b": PerRank(2)}, {"b": PerRank(3)}, {"b": PerRank(4), "c": 5}]
+    absent = {TAG: "absent"}
+    assert merge(*ranks) == {
+        "a": {TAG: "ranks", "v": [1, absent, absent]},
+        "b": {TAG: "ranks", "v": [2, 3, 4]},
+        "c": 5,
+    }
+
+
 def test_one_rank_alone_keeps_its_per_rank_values() -> None:
     """A world of one writes what it took."""
     state = [PerRank(3), {"a": PerRank(Tensor("a"))}]
@@ -543,6 +622,20 @@ def test_many_values_and_ranks_are_shortened() -> None:
     assert " more" in message
     scattered = refused(*({"x": i % 2} for i in range(100)))
     assert "0 on ranks 0, 2, 4, 6 and 46 more and 1 on ranks 1, 3, 5, 7 and 46 more" in scattered
+    four, six = (refused(*({"x": i} for i in range(num))) for num in (4, 6))
+    assert "2 on rank 2 and 3 on rank 3;" in four
+    assert "2 on rank 2 and 3 more;" in six
+
+
+@pytest.mark.parametrize("num_equal", [0, 28, 29, 30, 31, 56, 57, 100])
+@pytest.mark.parametrize("num_more", [0, 100])
+def test_values_that_differ_are_told_apart_in_few_characters(num_equal: int, num_more: int) -> None:
+    """Wherever it is that they differ."""
+    message = refused(*({"x": f"{'=' * num_equal}{i}{'-' * num_more}"} for i in range(2)))
+    found = re.search("'x' is (.*) on rank 0 and (.*) on rank 1;", message)
+    assert found is not None
+    assert found[1] != found[2]
+    assert max(map(len, found.groups())) <= 60
 
 
 def test_digests_leave_per_rank_values_and_numbering_out() -> None:
@@ -571,6 +664,7 @@ def test_a_tree_is_sent_once_for_each_digest() -> None:
     assert same(merge_trees(sent, {}), merge_trees(ranks, {}))
     sent[0] = take({"s": {}})
     assert missing_trees(sent) == [1]
+    assert missing_trees([entry.without_tree() for entry in ranks]) == [0, 2]
 
 
 def test_a_state_that_is_no_container_is_merged_too() -> None:

@@ -140,8 +140,10 @@ def test_what_goes_to_the_lowest_rank_is_limited_over_all_pools() -> None:
     shares = share_out([0, 0, 0], pools, turns=[0, 1, 2], min_part_nbytes=MiB)
     assert {share.rank for (share,) in shares[0]} == {0}
     assert {share.rank for (share,) in shares[1]} == {1, 2}
-    (few,) = share_out([MiB, 0], [Pool((0, 1), [Item(KiB)] * 9)], turns=[0, 1], min_part_nbytes=MiB)
-    assert {share.rank for (share,) in few} == {0}
+    few, many = Pool((0, 1), [Item(KiB)] * 9), Pool((0, 1), [Item(64 * KiB)] * 512)
+    for loads, pool in (([MiB, 0], few), ([1024 * MiB] * 2, many)):
+        (shared,) = share_out(loads, [pool], turns=[0, 1], min_part_nbytes=MiB)
+        assert {share.rank for (share,) in shared} == {0}
 
 
 def test_largest_items_are_dealt_first() -> None:
@@ -181,11 +183,10 @@ def test_cuts_are_moved_between_rows_by_less_than_a_part() -> None:
     """Down, or up, from inside of a row; and stay there if both are far."""
     row = 10 * MiB
     for num, load, cut in ((4, 1, 20), (3, 9, 20), (4, 8, 24)):
-        items = [Item(num * row, (row, 64 * KiB))]
-        (shares,) = share_out(
-            [0, load * MiB], [Pool((0, 1), items)], turns=[0, 1], min_part_nbytes=MiB
-        )
-        assert shares == [[Share(0, 0, cut * MiB), Share(1, cut * MiB, num * row)]]
+        for steps in ((row, 64 * KiB), (num * row, row, 64 * KiB)):
+            pool = Pool((0, 1), [Item(num * row, steps)])
+            (shares,) = share_out([0, load * MiB], [pool], turns=[0, 1], min_part_nbytes=MiB)
+            assert shares == [[Share(0, 0, cut * MiB), Share(1, cut * MiB, num * row)]]
 
 
 def test_what_a_rank_gets_in_a_row_is_one_share() -> None:
