@@ -176,7 +176,8 @@ def write_dcp(
     try:
         made = make_own_dirs(path, config)
         with _place_inside(path, made, config) as aside:
-            advance(sum(source.manifest.tensors[index].nbytes for index in read))
+            if read:
+                advance(sum(source.manifest.tensors[index].nbytes for index in read))
             name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
             _save(state, _Writer(aside, name, config), LazyPlanner(source, entries, advance))
             _settle(f"{aside}/{METADATA}", config)

@@ -169,7 +169,7 @@ class PosixFiles:
         try:
             os.link(source, target)
         except OSError as error:
-            if error.errno not in (*_UNSUPPORTED, errno.EIO):  # which rclone says of links
+            if error.errno not in _UNSUPPORTED and not linux.is_eio_of_fuse(error, source):
                 raise
             self.rename_to_free(source, target)
 

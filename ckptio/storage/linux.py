@@ -140,6 +140,20 @@ def is_on_fuse(fd: int) -> bool:
     return _diskless(fd) == _FUSE
 
 
+def is_eio_of_fuse(error: OSError, path: str) -> bool:
+    """Whether an error is EIO, and of a file on FUSE: rclone says so of all that it has not."""
+    if error.errno != errno.EIO:
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return is_on_fuse(fd)
+    finally:
+        os.close(fd)
+
+
 def _diskless(fd: int) -> int | None:
     """Give the kind of a file system that has no disk; `None` of any other.
 

@@ -133,13 +133,14 @@ def test_a_directory_that_cannot_be_synced_is_no_error_if_it_is_not_ours_to_sync
 def test_a_name_is_given_once_where_a_file_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """By rename; so it is where a mount says EIO of all links; any other failure is one."""
+    """By rename; any other failure of a link is one, and so is EIO, but on FUSE: as of rclone."""
     said = code
 
     def refuse(*_: object) -> None:
         raise OSError(said, os.strerror(said))
 
     monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(linux, "is_on_fuse", lambda _: True)
     for name in ("first", "second"):
         (tmp_path / name).write_text(name)
     PosixFiles().publish(f"{tmp_path}/first", f"{tmp_path}/target")
@@ -147,10 +148,11 @@ def test_a_name_is_given_once_where_a_file_has_one(
     with pytest.raises(FileExistsError):
         PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/target")
     assert (tmp_path / "target").read_text() == "first"
-    said = errno.ENOSPC
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/free")
-    assert not (tmp_path / "free").exists()
+    for is_fuse, said in ((True, errno.ENOSPC), (False, errno.EIO)):
+        monkeypatch.setattr(linux, "is_on_fuse", lambda _, is_fuse=is_fuse: is_fuse)
+        with pytest.raises(OSError, match=os.strerror(said)):
+            PosixFiles().publish(f"{tmp_path}/second", f"{tmp_path}/free")
+        assert not (tmp_path / "free").exists()
 
 
 def test_a_mode_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
