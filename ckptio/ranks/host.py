@@ -1,4 +1,4 @@
-"""Which machine this is, and under which addresses others reach it.
+"""Which machine this is, under which addresses others reach it, and how many of them can.
 
 Hosts are told apart by name and by the kernel's boot id: two machines that were cloned
 with one name differ in the second, two containers of one machine in the first.
@@ -7,8 +7,12 @@ with one name differ in the second, two containers of one machine in the first.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import resource
 import socket
+
+from ckptio.errors import RankError
 
 _ODD = re.compile(r"[^\x21-\x7e]")  # nothing that a manifest does not take
 _MAX_NAME_CHARS = 200
@@ -64,3 +68,24 @@ def listen_everywhere(backlog: int) -> socket.socket:
                 ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
     return socket.create_server(("", 0), backlog=backlog)
+
+
+def require_descriptors(num: int) -> None:
+    """Raise an error if this process cannot have so many connections, before anybody calls.
+
+    Without a descriptor for whoever calls, asyncio would go on trying, and a rank that calls in
+    vain would pass for one that has not come.
+
+    Raises:
+        RankError: It may not open as many files besides those that it has.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = 0
+    with contextlib.suppress(OSError):  # there is no /proc
+        num_open = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and num_open + num > limit:
+        raise RankError(
+            f"rank 0 needs a connection to each of {num} other ranks, and its process may open"
+            f" {limit} files, of which {num_open} are open: raise that limit, to"
+            f" {num_open + num} at least (`ulimit -n`)"
+        )

@@ -25,7 +25,12 @@ from ckptio.errors import PeerLostError, RankError
 from ckptio.ranks import frames
 from ckptio.ranks.board import Board, store_host, this_process
 from ckptio.ranks.coordinator import Coordinator
-from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
+from ckptio.ranks.host import (
+    addresses_towards,
+    listen_everywhere,
+    require_descriptors,
+    this_host,
+)
 from ckptio.ranks.search import Search
 from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
 from ckptio.ranks.turns import is_next, turns
@@ -85,7 +90,8 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
     Raises:
         PeerLostError: Ranks did not come in time; it names them. Rank 0, where the store does
             not answer, through which it is met.
-        RankError: The store cannot be used, or an earlier call takes too long.
+        RankError: The store cannot be used, an earlier call takes too long, or rank 0 may not open
+            as many files as there are ranks.
         asyncio.CancelledError: The caller was cancelled; nothing is left open.
     """
     loop = asyncio.get_running_loop()
@@ -172,6 +178,7 @@ async def _lead(
     group = Coordinator(place.world_size, token, deadlines, board.host)
     gone = "it was cancelled"
     try:
+        await run_blocking(executor, require_descriptors, place.world_size - 1)
         listener = await run_blocking(executor, listen_everywhere, place.world_size)
         server = await loop.create_server(group.guest, sock=listener, backlog=place.world_size)
         try:

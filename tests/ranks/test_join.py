@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -740,3 +742,19 @@ def test_a_host_has_a_name_that_a_manifest_takes(
         tensors=b"[]", tree=b"0", hosts=[host, "other"],
     )  # fmt: skip
     assert decode_manifest(manifest).hosts[0] == host
+
+
+async def test_a_rank_0_that_may_not_open_a_file_for_each_rank_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Nobody waits for ranks that call in vain; the others hear why."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (num_open + 1, num_open + 1))
+    errors = await together(
+        *(join(place(store, r), deadlines=LONG, executor=threads) for r in range(3))
+    )
+    for error in errors:
+        assert isinstance(error, RankError)
+        assert "to each of 2 other ranks" in str(error)
+        assert "raise that limit" in str(error)
+    assert [type(error) for error in errors] == [RankError, PeerLostError, PeerLostError]
