@@ -11,7 +11,6 @@ without a word.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -22,15 +21,14 @@ from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.safetensors import Written  # noqa: TC001  # of a field of a report
 from ckptio.conversion.source import Source
+from ckptio.conversion.spared import is_one, require_spared
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.dcp import METADATA
-from ckptio.foreign.folder import split_range
 from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.leaves import require_convertible
-from ckptio.storage.files import absolute
 from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -52,13 +50,6 @@ MAX_SHARD_NBYTES = 5_000_000_000
 _HF = tuple(f"{stem}.{end}" for stem in STEMS for end in ("safetensors", "safetensors.index.json"))
 #: By format, what a directory has that holds a checkpoint of another one.
 _OTHERS = {"hf": (MANIFEST_NAME, METADATA), "dcp": (MANIFEST_NAME, *_HF)}
-_INDICES = tuple(name for name in _HF if name.endswith(".json"))
-#: By format, files of a directory that one written there replaces, or removes.
-_REPLACED = {
-    "ckptio": re.compile(r"data-.+\.safetensors"),
-    "hf": re.compile(r".+\.safetensors(\.index\.json)?", re.DOTALL),
-    "dcp": re.compile(r"__\d+_\d+\.distcp"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +131,9 @@ def run_convert(  # noqa: D417  # `convert` has them
     with solo_engine(config) as core:
         read = Source(core, source, select, strip, dtype)
         ends = [core.own_storage(each).identity for each in (source, path)]
-        if ends[0] == ends[1] or _is_one(*ends):
+        if ends[0] == ends[1] or is_one(*ends):
             raise ConfigError(f"{target!r} is converted to itself; give another path")
-        if overwrite or to == "ckptio":  # which removes what saves left that were not committed
-            _require_spared(read, target, to)
+        require_spared(read, target, to, overwrite=overwrite)
         read.check()
         leaves = list(read.leaves())
         meter = _Meter(_nbytes_of(leaves, to), progress, stop)
@@ -178,40 +168,6 @@ def _nbytes_of(leaves: Sequence[Leaf], to: Format) -> int:
     return sum(entry.nbytes for entry in once.values()) + sum(
         leaf.nbytes for leaf in leaves if id(leaf.entry) not in apart
     )
-
-
-def _require_spared(read: Source, target: str, to: str) -> None:
-    """Refuse to replace files that the source is made of, or that its links lead to.
-
-    Args:
-        read: The source.
-        target: What is written.
-        to: As what.
-
-    Raises:
-        ConfigError: Some would be gone.
-    """
-    names = {(split_range(file.name) or (file.name,))[0] for file in read.manifest.files}
-    folder, name = os.path.split(read.path)
-    if os.path.isdir(read.path):
-        folder = read.path
-        names.update((MANIFEST_NAME, METADATA, *_INDICES))
-    else:
-        names.add(name)  # of an index, say
-    place, replaced = target, _REPLACED.get(to)
-    if replaced is None:
-        place, name = os.path.split(absolute(target))
-        replaced = re.compile(re.escape(name))
-    paths = [f"{folder}/{name}" for name in names]
-    for path in (*paths, *map(os.path.realpath, paths)):
-        parent, name = os.path.split(path)
-        if replaced.fullmatch(name) and os.path.lexists(path) and _is_one(parent, place):
-            raise ConfigError(f"{target!r} would replace what {read.path!r} is; give another path")
-
-
-def _is_one(one: str, other: str) -> bool:
-    """Whether two paths lead to one directory: it may be mounted at both."""
-    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)
 
 
 def _require_no_other(target: str, to: str) -> None:

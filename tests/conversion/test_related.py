@@ -74,6 +74,65 @@ def test_a_conversion_does_not_replace_what_its_source_leads_to(tmp_path: Path, 
         assert_same_state(sync.load(path), state)
 
 
+def test_a_link_on_the_way_to_a_file_is_spared(tmp_path: Path) -> None:
+    """As those in the caches of model hubs: what it leads to stays, but nobody finds it."""
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    sync.convert(tmp_path / "ours", tmp_path / "hub", to="hf")
+    links, hub, name = tmp_path / "links", tmp_path / "hub", "model.safetensors"
+    (hub / name).rename(tmp_path / "blob")
+    (hub / name).symlink_to("../blob")
+    links.mkdir()
+    (links / name).symlink_to(f"../hub/{name}")
+    for source in (links, links / name, hub / name):
+        with pytest.raises(ConfigError, match="give another path"):
+            sync.convert(source, hub, to="hf", select="b", overwrite=True)
+        assert_same_state(sync.load(source), state)
+
+
+@pytest.mark.parametrize("linked", ["metadata", "data"])
+def test_a_part_of_a_source_of_dcp_is_spared(tmp_path: Path, linked: str) -> None:
+    """Metadata that is replaced, and data that nobody has committed there: without `overwrite`."""
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    sync.convert(tmp_path / "ours", tmp_path / "there", to="dcp")
+    links, there = tmp_path / "links", tmp_path / "there"
+    links.mkdir()
+    for path in there.iterdir():
+        if (path.name == ".metadata") == (linked == "metadata"):
+            (links / path.name).symlink_to(path)
+        else:
+            path.rename(links / path.name)
+    with pytest.raises(ConfigError, match="give another path"):
+        sync.convert(links, there, to="dcp", select="b", overwrite=linked == "metadata")
+    assert_same_state(sync.load(links), state)
+
+
+def test_what_others_left_there_is_read_if_it_stays(tmp_path: Path) -> None:
+    """Files of the stock writer go with what is replaced alone."""
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    torch.save(state, tmp_path / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="give another path"):
+        sync.convert(tmp_path / "__0_0.distcp", tmp_path, to="dcp", overwrite=True)
+    sync.convert(tmp_path / "__0_0.distcp", tmp_path, to="dcp", select="b")
+    assert_same_state(sync.load(tmp_path / "__0_0.distcp"), state)
+    assert set(sync.load(tmp_path)) == {"b"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_was_written_aside_is_spared(tmp_path: Path, to: Format, *, overwrite: bool) -> None:
+    """A conversion that was killed last of all has left all of it."""
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    aside = tmp_path / ".model.safetensors.partial"
+    sync.convert(tmp_path / "ours", aside, to="safetensors")
+    target = tmp_path if to == "hf" else tmp_path / "model.safetensors"
+    with pytest.raises(ConfigError, match="give another path"):
+        sync.convert(aside, target, to=to, select="b", overwrite=overwrite)
+    assert_same_state(sync.load(aside), state)
+
+
 def test_a_data_file_without_its_manifest_is_spared(tmp_path: Path) -> None:
     """A save to where it is takes it for what is left over of another one."""
     sync.save({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "c", config=SMALL)
