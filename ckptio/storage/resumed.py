@@ -249,11 +249,11 @@ class ResumedWriter(BlockWriter):
         try:
             return self._is_there(offset, data)
         except OSError:
-            if not self._direct:
-                raise
             with self._lock:
-                self._direct = False
+                if not self._direct:
+                    raise
                 self._files.set_buffered(self._fd)
+                self._direct = False  # now: other threads write as it says
             return self._is_there(offset, data)
 
     def _is_there(self, offset: int, data: memoryview) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import CommitConflictError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.leftovers import boot_id
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, RecordingFiles
@@ -103,6 +106,58 @@ async def test_where_direct_io_is_refused_the_page_cache_serves(
     assert (NAME in [name for _, name in files.kinds("pwrite")]) != is_right
     turned_off = (refuses, is_right) not in [("open", False), ("open", True), ("write", True)]
     assert (NAME in [name for _, name in files.kinds("set_buffered")]) == turned_off
+
+
+class SlowToTurn(RecordingFiles):
+    """A mount that refuses direct I/O, and takes its time to turn it off: somebody writes first."""
+
+    def __init__(self) -> None:
+        super().__init__(refuse_direct="write")
+        self.is_turning, self.was_tried = threading.Event(), threading.Event()
+
+    def pread(self, fd: int, room: memoryview, offset: int) -> int:
+        count = super().pread(fd, room, offset)
+        if count and fd in self._direct_fds:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return count
+
+    def set_buffered(self, fd: int) -> None:
+        self.is_turning.set()
+        self.was_tried.wait()
+        super().set_buffered(fd)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        if fd in self._direct_fds:
+            self.was_tried.set()
+        return super().pwrite(fd, data, offset)
+
+
+async def test_nobody_writes_as_if_direct_io_were_off_before_it_is(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has begun to write as the file is turned to the page cache."""
+    data, half = contents_of(A, 4 * PAGE_NBYTES)[NAME], 2 * PAGE_NBYTES
+    (tmp_path / NAME).write_bytes(data[:half])
+    files, opened, has_begun = SlowToTurn(), BlockWriter._open, threading.Event()
+    attempt = await storage_at(tmp_path, executor, files).begin(A, overwrite=True, resumes=True)
+    writer = await attempt.create(NAME, len(data))
+    with page_aligned(data) as view, ThreadPoolExecutor(1) as other:
+        calls = iter([False, True])
+
+        def open_and_wait(self: BlockWriter) -> None:
+            opened(self)
+            if threading.current_thread() is not threading.main_thread() and next(calls):
+                has_begun.set()
+                files.is_turning.wait()
+
+        monkeypatch.setattr(BlockWriter, "_open", open_and_wait)
+        behind = other.submit(writer.pwrite, half, view[half:])
+        has_begun.wait()
+        writer.pwrite(0, view[:half])
+        behind.result()
+    writer.close()
+    await attempt.commit(manifest_of(A, {NAME: data}))
+    assert committed(tmp_path) == {NAME: data}
 
 
 async def test_where_direct_io_is_off_nothing_is_opened_for_it(
