@@ -135,7 +135,8 @@ def run_convert(  # noqa: D417  # `convert` has them
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         require_spared(read, target, to, overwrite=overwrite)
         read.check()
-        leaves = list(read.leaves())
+        is_all = to not in ("safetensors", "hf")
+        leaves = [leaf for leaf in read.leaves() if is_all or leaf.is_tensor]
         meter = _Meter(_nbytes_of(leaves, to), progress, stop)
         files = _write(
             read,

@@ -37,7 +37,6 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.format.bucket import StoredTensor, encode_header
-from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import DTYPES, batches
 from ckptio.state.leaves import raw_bytes
@@ -156,8 +155,7 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     for leaf in source.leaves():
         if leaf.name == DOCUMENT_NAME:  # of a data file that a StorageWriter wrote
             continue
-        tag = leaf.node[TAG]
-        if leaf.is_plain or tag == "view":
+        if leaf.is_tensor:
             taken.append(leaf)
         else:
             lost.append(leaf.name)

@@ -67,6 +67,11 @@ class Leaf:
         return type(self.node[TAG]) is int
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, whole or a view: no array, and nothing made of several."""
+        return self.is_plain or self.node[TAG] == "view"
+
+    @property
     def stored_dtype(self) -> str:
         """Its element type in the checkpoint."""
         return str(self.node["d"]) if self.node[TAG] == "view" else self.entry.dtype
@@ -178,7 +183,7 @@ class Source:
             yield leaf if index in kept else self._converted(leaf)
 
     def _converted(self, leaf: Leaf) -> Leaf:
-        if self._dtype is None or not (leaf.is_plain or leaf.node[TAG] == "view"):
+        if self._dtype is None or not leaf.is_tensor:
             return leaf
         own = torch_dtype(leaf.stored_dtype)
         if own == self._dtype or not is_convertible(own):

@@ -844,6 +844,25 @@ def test_progress_ends_with_all_bytes(to: Format, tmp_path: Path) -> None:
         assert (done[-1], {count[1] for count in counts}) == (total, {total})
 
 
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_what_is_dropped_is_not_counted(to: Format, tmp_path: Path) -> None:
+    """Neither in the report, nor as bytes to come; nor has it a name that others need."""
+    state = {"module": {"w": torch.ones(7)}, "array": np.arange(5.0), "bytes": bytes(100_000)}
+    sync.save(state, tmp_path / "source", config=SMALL)
+    counts: list[tuple[int, int]] = []
+    report = sync.convert(
+        tmp_path / "source",
+        tmp_path / "x",
+        to=to,
+        drop_values=True,
+        config=SMALL,
+        progress=lambda *count: counts.append(count),
+    )
+    assert set(sync.load(tmp_path / "x")) == {"module.w"}
+    assert (report.num_tensors, report.nbytes, counts) == (1, 28, [(28, 28)])
+    assert "every name begins with 'module.'" in report.notes[0]
+
+
 def test_what_dcp_pickles_is_noted(tmp_path: Path) -> None:
     """It is in the directory, and comes back through DCP alone."""
     sync.save({"a": np.arange(3), "b": np.float32(2), "c": 1}, tmp_path / "c")
