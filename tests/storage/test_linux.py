@@ -96,7 +96,15 @@ def test_of_another_users_file_a_map_tells_nothing(
     monkeypatch.setattr(os, "geteuid", lambda: os.fstat(fd).st_uid + 1)
     assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == 1  # root may write to any
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) is None
+    for has_power, count in ((True, 1), (False, None)):  # whether root or not
+        monkeypatch.setattr(linux, "has_power_of_owners", lambda has_power=has_power: has_power)
+        assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == count
+
+
+def test_the_power_of_owners_is_what_the_kernel_says() -> None:
+    with open("/proc/thread-self/status", encoding="ascii") as file:
+        (powers,) = (line.split()[1] for line in file if line.startswith("CapEff"))
+    assert linux.has_power_of_owners() == bool(int(powers, 16) & 8)
 
 
 def test_root_of_a_user_namespace_is_told_nothing_of_files_of_others(
@@ -105,10 +113,10 @@ def test_root_of_a_user_namespace_is_told_nothing_of_files_of_others(
     """As in a container without root: the kernel would say that all is there."""
     os.pwrite(fd, bytes(mmap.PAGESIZE), 0)
     monkeypatch.setattr(linux, "_SYS_CACHESTAT", -1)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(linux, "has_power_of_owners", lambda: True)
     monkeypatch.setattr(os, "access", lambda *_: False)
     status = os.fstat(fd)
-    for owner, count in ((1000, 1), (65534, None)):
+    for owner, count in ((os.geteuid() + 1, 1), (65534, None)):
         found = os.stat_result((*status[:4], owner, *status[5:]))
         monkeypatch.setattr(os, "fstat", lambda _, found=found: found)
         assert linux.num_cached_pages(fd, 0, mmap.PAGESIZE) == count
