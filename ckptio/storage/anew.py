@@ -8,6 +8,9 @@ needed, it costs three system calls, and only for what is not found.
 FUSE keeps for a while, as long as the file system says (a second with GlusterFS), which file has
 a name, and opens that one, be it replaced or not. A listing tells the kernel anew
 (FUSE_READDIRPLUS), unless the file system keeps listings itself, as sshfs does.
+
+SMB keeps both for a second (`actimeo`), and neither opening nor listing makes it ask the server:
+all that helps is to wait, where a checkpoint would be called damaged otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 T = TypeVar("T")
+
+#: Seconds after which a client of SMB has asked again, at its default.
+KEPT_S = 1.2
 
 
 def look_anew(path: str) -> None:
@@ -71,3 +77,15 @@ def open_anew(files: PosixFiles, path: str) -> int:
     files.close(fd)
     look_anew(path)
     return files.open(path, direct=False)
+
+
+def is_kept(path: str) -> bool:
+    """Say whether what a directory has is answered from what was so up to `KEPT_S` ago."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # then nothing of it is there
+        return False
+    try:
+        return linux.is_on_smb(fd)
+    finally:
+        os.close(fd)

@@ -34,6 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 _FUSE, _OVERLAY = 0x65735546, 0x794C7630
+_SMB = frozenset({0xFE534D42, 0xFF534D42})
 #: File systems of devices without a disk: a server may be asked for what `fstatfs` says.
 _file_systems: dict[int, int] = {}
 
@@ -148,6 +149,11 @@ def is_of_this_host(fd: int) -> bool:
 def is_on_fuse(fd: int) -> bool:
     """Whether a file is on a mount of FUSE."""
     return _diskless(fd) == _FUSE
+
+
+def is_on_smb(fd: int) -> bool:
+    """Whether a file or directory is on a mount of SMB."""
+    return _diskless(fd) in _SMB
 
 
 def is_eio_of_fuse(error: OSError, path: str) -> bool:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
-import itertools
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -21,11 +21,12 @@ from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, Forma
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
-from ckptio.storage.anew import found_anew, look_anew, open_anew
+from ckptio.storage.anew import KEPT_S, found_anew, is_kept, look_anew, open_anew
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
-from ckptio.storage.file_names import NOTE_PREFIX, numbered
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import NO_FILE, PosixFiles, absolute, follow_pointer, read_regular
+from ckptio.storage.hints import hint_about
 from ckptio.storage.notes import LocalNote, read_note, take_note, taken
 from ckptio.storage.resumed import ResumedAttempt
 
@@ -41,12 +42,8 @@ if TYPE_CHECKING:
 #: How often a manifest is looked for that a commit points to, or a link is followed; others may
 #: commit meanwhile, or replace it.
 _MAX_FOLLOWING = 3
-#: What files of torch.save are usually called.
-_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 #: How long a place is waited for that is only looked for, in seconds.
 _LOOK_S = 5.0
-#: Entries of a directory that are looked at for what is below it.
-_MAX_LOOKED_AT = 1000
 
 
 class LocalStorage:
@@ -210,7 +207,7 @@ class LocalStorage:
                     )
                 return _version_of(status), await file.read(status.st_size)
         except (FileNotFoundError, NotADirectoryError):
-            hint = await run_blocking(self._executor, _hint, self._path)
+            hint = await run_blocking(self._executor, hint_about, self._path)
             raise CheckpointNotFoundError(self._path, hint) from None
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot read the manifest") from error
@@ -223,8 +220,19 @@ class LocalStorage:
         """Be told what is there; it makes no difference to these."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Stat data files; see `interface.Storage`."""
-        return await run_blocking(self._executor, lambda: [self._size(name) for name in names])
+        """Stat data files; see `interface.Storage`.
+
+        What is not there may have gone with a checkpoint that another host has replaced. The client
+        is given time to hear of that, before the caller looks at the manifest again.
+        """
+        sizes = await run_blocking(self._executor, self._sizes, names)
+        if None in sizes and await run_blocking(self._executor, is_kept, self._path):
+            await asyncio.sleep(KEPT_S)
+            sizes = await run_blocking(self._executor, self._sizes, names)
+        return sizes
+
+    def _sizes(self, names: Sequence[str]) -> list[int | None]:
+        return [self._size(name) for name in names]
 
     def _size(self, name: str) -> int | None:
         path = self._join(name)
@@ -376,23 +384,3 @@ def _followed(path: str) -> str:
                 look_anew(path[:end])  # another host may have moved a link on the way
             return os.path.realpath(path)
     return path
-
-
-def _hint(path: str) -> str:
-    """Say what is at a path that has no manifest."""
-    if not os.path.lexists(path):
-        return "there is nothing here"
-    hint = "there is no committed checkpoint here"
-    files: list[str] = []
-    below: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        for entry in itertools.islice(entries, _MAX_LOOKED_AT):
-            if entry.is_dir() and os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
-                below.append(entry.name)
-            if entry.name.endswith(_TORCH_SUFFIXES) and entry.is_file():
-                files.append(entry.name)
-    if below:  # steps have numbers: the newest, of those that were looked at
-        return f"{hint}, but below, as {max(below, key=numbered)!r}"
-    if files:
-        return f"{hint}; what torch.save wrote is loaded file by file, as {min(files)!r}"
-    return hint

@@ -5,6 +5,7 @@ The real thing is in tests/stress/test_mounts.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -24,6 +25,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.storage import linux
+from ckptio.storage.anew import KEPT_S
 from ckptio.storage.leftovers import is_at
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
@@ -192,6 +194,55 @@ async def test_on_fuse_a_manifest_that_was_replaced_is_read_at_once(
     monkeypatch.setattr(linux, "is_on_fuse", lambda fd: os.fstat(fd).st_dev == path.stat().st_dev)
     assert await QUESTIONS[question](path, executor) == expected
     assert not known
+
+
+async def test_smb_is_waited_for_where_data_is_missing(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a second it says that the manifest is there whose data has gone: it is no damage."""
+    path = tmp_path / "c"
+    manifest, old = path / "manifest.json", tmp_path / "old"
+    await write_files(storage_at(path, executor), A, OLD)
+    shutil.copy(manifest, old)
+    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    real, waits = os.open, list[float]()
+    known = {str(manifest): str(old)}
+
+    def open_known(path: Any, *args: Any) -> int:
+        return real(known.get(path, path), *args)
+
+    async def sleep(delay_s: float) -> None:
+        waits.append(delay_s)
+        known.clear()
+
+    monkeypatch.setattr(os, "open", open_known)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    storage = storage_at(path, executor)
+    before = await storage.version()
+    assert await storage.sizes([*OLD]) == [None] * len(OLD)
+    assert await storage.version() == before
+    monkeypatch.setattr(linux, "is_on_smb", lambda fd: os.fstat(fd).st_ino == path.stat().st_ino)
+    assert await storage.sizes([*NEW]) == [len(data) for data in NEW.values()]
+    assert waits == []
+    assert await storage.sizes([*OLD]) == [None] * len(OLD)
+    assert await storage.version() != before
+    assert waits == [KEPT_S]
+    assert await storage_at(tmp_path / "none", executor).sizes([*OLD]) == [None] * len(OLD)
+    assert waits == [KEPT_S]
+
+
+@pytest.mark.parametrize("kind", [0xFF534D42, 0xFE534D42])
+def test_what_is_on_smb_is_known(
+    kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        monkeypatch.setattr(os, "major", lambda _: 0)
+        monkeypatch.setattr(linux, "_file_systems", {})
+        assert not linux.is_on_smb(file.fileno())
+        monkeypatch.setattr(linux, "_file_systems", {})
+        monkeypatch.setattr(linux, "_file_system", lambda _: kind)
+        assert linux.is_on_smb(file.fileno())
+        assert not linux.is_on_fuse(file.fileno())
 
 
 def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
