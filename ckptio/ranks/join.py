@@ -179,9 +179,12 @@ async def _lead(
     gone = "it was cancelled"
     try:
         await run_blocking(executor, require_descriptors, place.world_size - 1)
-        listener = await run_blocking(executor, listen_everywhere, place.world_size)
-        server = await loop.create_server(group.guest, sock=listener, backlog=place.world_size)
+        listener = listen_everywhere(place.world_size)
+        server = await loop.create_server(
+            group.guest, sock=listener, backlog=place.world_size, start_serving=False
+        )
         try:
+            await server.start_serving()  # waits: cancelled in `create_server`, it would go on
             addresses = place.addresses
             if addresses is None:
                 near = store_host(board.store)

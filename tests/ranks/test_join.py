@@ -21,7 +21,7 @@ from ckptio.ranks import frames
 from ckptio.ranks.board import Meeting, process_began_s, this_process
 from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.discover import find_place, ranks_of
-from ckptio.ranks.host import addresses_towards, this_host
+from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.join import Place, join
 from ckptio.ranks.member import Member
@@ -573,6 +573,22 @@ async def test_a_cancelled_rank_leaves_nothing_open(
     if rank == 0:
         with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
             await join(place(store, 1), deadlines=LONG, executor=threads)
+
+
+async def test_a_rank_0_that_is_cancelled_as_it_begins_to_listen_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Nobody knocks at a port behind which nobody is any more."""
+    loop = asyncio.get_running_loop()
+
+    def listen(backlog: int) -> socket.socket:
+        loop.call_soon_threadsafe(joining.cancel)
+        return listen_everywhere(backlog)
+
+    monkeypatch.setattr("ckptio.ranks.join.listen_everywhere", listen)
+    joining = asyncio.create_task(join(place(store, 0), deadlines=LONG, executor=threads))
+    with pytest.raises(asyncio.CancelledError):
+        await joining
 
 
 async def test_a_broken_store_is_said_so(threads: Executor) -> None:
