@@ -42,7 +42,7 @@ def addresses_towards(peer: str) -> list[str]:
     """
     found: list[str] = []
     if peer:
-        with contextlib.suppress(OSError):  # no route, or no such name: there are other ways
+        with contextlib.suppress(OSError, UnicodeError):  # no route, or no such name: see below
             for family, kind, number, _, address in socket.getaddrinfo(
                 peer, _DISCARD_PORT, type=socket.SOCK_DGRAM
             ):
@@ -50,9 +50,12 @@ def addresses_towards(peer: str) -> list[str]:
                     probe.connect(address)  # sends nothing: it only asks for the route
                     found.append(str(probe.getsockname()[0]))
     name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        found.extend(str(i[4][0]) for i in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    return [a for a in dict.fromkeys((*found, name)) if a and not is_loopback(a)]
+    with contextlib.suppress(UnicodeError):  # nobody can look it up: of more than 63 letters, say
+        with contextlib.suppress(OSError):
+            known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            found.extend(str(each[4][0]) for each in known)
+        found.append(name)
+    return [a for a in dict.fromkeys(found) if a and not is_loopback(a)]
 
 
 def is_loopback(address: str) -> bool:

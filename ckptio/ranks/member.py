@@ -97,17 +97,16 @@ class Member:
         Returns:
             Why this is not the coordinator, or it did not take this rank; "" if it did.
         """
-        wire = Wire(self)
-        self._wire, self._knock = wire, self._loop.create_future()
-        reason = "cancelled"
+        wire, reason = Wire(self), "cancelled"
         try:
             async with asyncio.timeout(timeout_s):
                 await connect(lambda: wire)
+                self._wire = wire  # no sooner: a beat would go before the hello
                 wire.send(self._hello)
                 reason = await asyncio.shield(self._knock)
         except TimeoutError:
             reason = f"no answer within {timeout_s:.2g} s"
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of a name of more than 63 letters
             reason = str(error)
         finally:
             if reason:

@@ -431,6 +431,19 @@ async def test_addresses_that_do_not_answer_keep_from_none_that_does(
         await together(leader.close(), group.close())
 
 
+async def test_an_address_that_is_none_is_as_one_that_does_not_answer(
+    store: Any, threads: Executor
+) -> None:
+    """Python refuses names that Linux takes: of 64 letters, where nobody allows more than 63."""
+    first = place(store, 0, 2, host="here", addresses=["n" * 64, "127.0.0.1"])
+    second = place(store, 1, 2, host="there")
+    groups = await together(
+        *(join(each, deadlines=LONG, executor=threads) for each in (first, second))
+    )
+    assert [group.hosts for group in groups] == [("here", "there")] * 2
+    await together(*(group.close() for group in groups))
+
+
 async def test_a_host_that_has_died_is_waited_for_no_longer_than_ranks_are(
     store: Any, threads: Executor
 ) -> None:
@@ -734,6 +747,16 @@ def test_addresses_of_this_machine_are_no_loopback() -> None:
         assert not any(a.startswith("127.") or a == "::1" for a in addresses_towards(peer))
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         assert this_host().endswith(file.read(8))
+
+
+@pytest.mark.parametrize("name", ["n" * 64, "a..b", "n\udcff"])
+def test_a_name_that_nobody_can_look_up_is_no_address(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it keep others from being found: Linux calls a machine by any bytes."""
+    known = addresses_towards("127.0.0.2")
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert set(addresses_towards(name)) <= set(known)
 
 
 @pytest.mark.parametrize(

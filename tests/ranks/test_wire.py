@@ -269,6 +269,25 @@ def test_who_is_not_taken_knows_why_in_time(way: str, reason: str, within_s: flo
     run(scenario())
 
 
+def test_who_takes_long_to_connect_says_first_who_it_is() -> None:
+    """Not that it lives: as for a stranger that says something else, there is no place for it."""
+
+    async def scenario() -> None:
+        door = Door()
+        member = Member(1, 2, "secret", DEADLINES, "h1")
+
+        async def connect(make: Callable[[], asyncio.Protocol]) -> None:
+            wire = make()
+            await asyncio.sleep(1.1 * DEADLINES.beat_s)
+            door.world.connect(wire, door.leader.guest())
+
+        assert await member.knock(connect, DEADLINES.peer_s) == ""
+        await member.close()
+        await door.leader.close()
+
+    run(scenario())
+
+
 def test_who_was_taken_does_not_wait_for_ever_for_the_others() -> None:
     """Nor for rank 0, where that does not say who has not come."""
 
