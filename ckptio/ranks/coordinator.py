@@ -296,6 +296,8 @@ class Coordinator:
 
     async def close(self) -> None:
         """Leave the group, last of all: sessions that rank 0 has left come to their ends."""
+        for wire in self._guests:  # of whom nobody knows whether they ever say who they are
+            wire.cut()
         try:
             if self._hub is not None:
                 verdict = loss("the group", [0], {0: lost_cause(self._host, CLOSED)})

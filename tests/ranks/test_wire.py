@@ -211,6 +211,25 @@ def test_a_guest_that_says_nothing_is_shown_out() -> None:
     run(scenario())
 
 
+def test_rank_0_leaves_without_waiting_for_a_guest() -> None:
+    """Who says who it is as rank 0 gives up is not taken any more, but looks again."""
+
+    async def scenario() -> None:
+        door, loop = Door(), asyncio.get_running_loop()
+        door.enter()
+        late, end = door.enter()
+        with pytest.raises(PeerLostError, match="rank 1 did not come"):
+            await door.leader.gather(1.0)
+        end.write(hello())
+        await door.leader.close()
+        assert loop.time() < 1.1
+        await asyncio.sleep(1)
+        assert late.is_over
+        assert late.heads() == []
+
+    run(scenario())
+
+
 def test_a_rank_is_let_in_once_and_again_when_it_has_gone() -> None:
     """Until all are there, a rank that lost its connection may come back."""
 
