@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import anyio
 
@@ -19,6 +19,7 @@ from ckptio._threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -41,13 +42,17 @@ class StoreThread:
     def __init__(self, until_s: float) -> None:
         self._until_s = until_s
         self._threads = Threads(1, "ckptio-store")
-        self._is_stuck = False
+        self._slow: Future[Any] | None = None  # a call that nobody waited for to its end
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._slow is not None and not self._slow.done()
 
     async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call what asks the store.
 
         Raises:
-            StoreTimeoutError: It did not answer, now or before.
+            StoreTimeoutError: It did not answer, be it to a call before this one.
             asyncio.CancelledError: The caller was cancelled. The call has ended by then, but
                 where it takes long.
         """
@@ -59,18 +64,21 @@ class StoreThread:
     ) -> T | None:
         """Call what asks the store for what can be done without; None if it gives nothing soon.
 
+        At once where an earlier call has not come back yet.
+
         Raises:
             asyncio.CancelledError: As above.
         """
+        if self._is_stuck:
+            return None
         try:
             return await self._ask(functools.partial(function, *args, **kwargs), _LEAST_S)
         except (RuntimeError, OSError):  # what stores raise; of timeouts, too
             return None
 
     async def _ask(self, function: Callable[[], T], limit_s: float) -> T:
-        if self._is_stuck:
-            raise StoreTimeoutError("the store does not answer")
-        call = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        work = self._threads.submit(function)
+        call = asyncio.wrap_future(work)
         try:
             await asyncio.wait((call,), timeout=limit_s)
         except asyncio.CancelledError:
@@ -80,9 +88,9 @@ class StoreThread:
                 call.exception()  # seen, so that asyncio does not report it; the caller is leaving
             raise
         finally:
-            if not call.done():
-                self._is_stuck = True
-                call.cancel()  # the thread goes on; the loop, which may be gone then, hears nothing
+            call.cancel()  # the thread goes on; the loop, which may be gone then, hears nothing
+            if not work.done():
+                self._slow = work
         if call.cancelled():
             raise StoreTimeoutError("the store does not answer")
         return call.result()

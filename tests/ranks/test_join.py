@@ -26,6 +26,7 @@ from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.join import Place, join
 from ckptio.ranks.member import Member
 from ckptio.ranks.solo import SoloRanks
+from ckptio.ranks.store_thread import StoreThread
 from tests.ranks.test_sessions import add
 
 if TYPE_CHECKING:
@@ -658,6 +659,19 @@ async def test_a_store_that_does_not_answer_is_waited_for_as_ranks_are(
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("ckptio-store"))
     assert thread.daemon
     lost.may_fail.set()
+
+
+async def test_a_store_that_was_slow_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all the time there is to meet, but for what can be done without."""
+    monkeypatch.setattr("ckptio.ranks.store_thread._LEAST_S", 0.01)
+    thread, goes_on = StoreThread(asyncio.get_running_loop().time() + 20), threading.Event()
+    with contextlib.closing(thread):
+        assert await thread.ask_briefly(goes_on.wait, 10) is None
+        assert await thread.ask_briefly(int, "6") is None
+        asking = asyncio.create_task(thread.ask(int, "7"))
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert await asking == 7
 
 
 async def test_who_is_cancelled_leaves_a_store_that_does_not_answer(
