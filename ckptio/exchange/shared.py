@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import mmap
 import os
 import socket
@@ -184,8 +185,6 @@ class SharedLink:
             group.create_task(answer(), name="answer the door")
             await meet(connection)
 
-        if len(self._sockets) == world_size - 1:
-            all_here.set()
         async with Siblings() as group:
             for other in range(self._rank):
                 group.create_task(call(other), name=f"call rank {other}")
@@ -193,7 +192,6 @@ class SharedLink:
 
     async def _meet(self, connection: socket.socket, descriptor: int) -> None:
         """Exchange ranks and memory over a new connection; drop it if it is another user's."""
-        loop = asyncio.get_running_loop()
         try:
             connection.settimeout(0)
             packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -203,16 +201,16 @@ class SharedLink:
             hello = _HELLO.pack(self._rank, len(self._slabs), len(self._slabs[0].view))
             socket.send_fds(connection, [hello], [descriptor])  # a few bytes: never blocks
             await _readable(connection)
-            data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+            data, descriptors, flags, _ = socket.recv_fds(connection, _HELLO.size, 1)
             try:
-                while 0 < len(data) < _HELLO.size:
-                    data += await loop.sock_recv(connection, _HELLO.size - len(data))
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 peer, num_slabs, slab_nbytes = _HELLO.unpack(data)
                 self._theirs[peer] = _map(descriptors[0], num_slabs, slab_nbytes)
             finally:
                 for received in descriptors:
                     os.close(received)
-        except (OSError, struct.error, IndexError, ValueError):
+        except (ConnectionError, struct.error, IndexError, ValueError):
             connection.close()  # it never was one of ours, or is gone: it is missed in the end
             return
         except BaseException:
@@ -336,13 +334,12 @@ class SharedLink:
 
 async def _call(name: str) -> socket.socket:
     """Connect to a rank, however long it takes to come."""
-    loop = asyncio.get_running_loop()
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(0)
-            await loop.sock_connect(connection, name)
-        except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
+            connection.connect(name)  # at once, or not; loops take a full door for a connection
+        except (ConnectionRefusedError, BlockingIOError):
             connection.close()
             await asyncio.sleep(_RETRY_S)
         except BaseException:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import socket
 import uuid
 from typing import TYPE_CHECKING
@@ -85,13 +86,15 @@ async def test_a_slab_is_the_senders_again_when_all_have_looked() -> None:
         await sending
 
 
-async def test_a_cancelled_wait_breaks_the_link() -> None:
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_cancelled_wait_breaks_the_link(*, takes: bool) -> None:
     """Whoever waits for the rank hears of it at once."""
     async with links(3) as (a, b, c):
-        waiting = asyncio.create_task(take(b, 0, 7, 10))
+        waiting = asyncio.create_task(take(b, 0, 7, 10) if takes else give(b, [0], 7, b"x", 1))
         others = [asyncio.create_task(take(c, 1, 8, 10)), asyncio.create_task(take(a, 1, 9, 10))]
         giving = asyncio.create_task(give(a, [1], 3, b"x", 0))
-        while not {(0, 7), (0, 3)} <= b._offers.keys() or (1, 8) not in c._offers:
+        waits = b._offers if takes else b._taken
+        while (0, 3) not in b._offers or (0, 7) not in waits or (1, 8) not in c._offers:
             await asyncio.sleep(0)
         waiting.cancel()
         async with asyncio.timeout(TIMEOUT_S / 2):
@@ -102,6 +105,8 @@ async def test_a_cancelled_wait_breaks_the_link() -> None:
             for other in (*others, giving):
                 with pytest.raises(PeerLostError, match="exchange with rank"):
                     await other
+            with pytest.raises(PeerLostError, match="exchange with rank 0"):
+                await take(b, 0, 1, 1)
 
 
 async def test_what_is_not_what_was_planned_is_refused() -> None:
@@ -126,8 +131,8 @@ async def test_ranks_that_do_not_come_are_named() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.parametrize("stays", [False, True])
-async def test_a_stranger_at_the_door_does_no_harm(*, stays: bool) -> None:
+@pytest.mark.parametrize("does", ["stay", "leave", "say no more"])
+async def test_a_stranger_at_the_door_does_no_harm(does: str) -> None:
     """Who connects and says nothing, or nonsense, is let go; ranks that come later are taken."""
     token = uuid.uuid4().hex
 
@@ -144,8 +149,10 @@ async def test_a_stranger_at_the_door_does_no_harm(*, stays: bool) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         while stranger.connect_ex(f"\0ckptio-{token}-0"):
             await asyncio.sleep(0)
-        if not stays:
+        if does != "stay":
             stranger.sendall(b"nonsense")
+            stranger.shutdown(socket.SHUT_WR)
+        if does == "leave":
             stranger.close()
         async with asyncio.timeout(TIMEOUT_S / 2), asyncio.TaskGroup() as group:
             group.create_task(hold(1))
@@ -171,6 +178,54 @@ async def test_a_rank_that_is_called_and_says_nothing_alone_is_named(frozen: int
         async with asyncio.TaskGroup() as group:
             waiting = [group.create_task(missed_by(rank)) for rank in range(4) if rank != frozen]
     assert [task.result() for task in waiting] == [(frozen,)] * 3
+
+
+async def test_who_finds_others_waiting_at_a_full_door_comes_again() -> None:
+    """Nothing that did not even get into its queue is taken for a connection."""
+    token = uuid.uuid4().hex
+
+    async def come() -> None:
+        async with shared_link(1, 2, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S):
+            raise AssertionError("nobody has answered")
+
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as stranger:
+        door.bind(f"\0ckptio-{token}-0")
+        door.listen(0)
+        stranger.connect(f"\0ckptio-{token}-0")
+        coming = asyncio.create_task(come())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        door.accept()[0].close()
+        door.settimeout(TIMEOUT_S)
+        guest, _ = await asyncio.to_thread(door.accept)
+        with guest:
+            coming.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await coming
+
+
+async def test_no_rank_is_blamed_where_too_many_files_are_open() -> None:
+    """It has come: this rank cannot take its memory, and does not wait for it."""
+    token, limits = uuid.uuid4().hex, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def come() -> None:
+        async with shared_link(1, 2, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S):
+            raise AssertionError("nothing was taken")
+
+    with socket.socket(socket.AF_UNIX) as door, contextlib.ExitStack() as restoring:
+        door.bind(f"\0ckptio-{token}-0")
+        door.listen()
+        coming = asyncio.create_task(come())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        guest, _ = door.accept()
+        restoring.enter_context(guest)
+        restoring.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        socket.send_fds(guest, [bytes(16)], [door.fileno()])
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            await coming
+        assert not isinstance(caught.value, PeerLostError)
 
 
 async def test_who_comes_to_the_door_as_it_closes_is_let_go() -> None:
