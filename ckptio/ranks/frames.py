@@ -243,7 +243,10 @@ def describe(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, asyncio.CancelledError):
         return "it was cancelled there"
-    message = str(error)
+    try:
+        message = str(error)
+    except Exception:  # the others wait until they are told of an error
+        message = ""
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     text = text.encode(errors="backslashreplace").decode()  # JSON takes no lone surrogates
     return text if len(text) <= _MAX_CAUSE_CHARS else text[: _MAX_CAUSE_CHARS - 3] + "..."

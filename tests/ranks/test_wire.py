@@ -423,3 +423,9 @@ def test_what_went_wrong_is_told_in_a_short_text_that_any_peer_can_read() -> Non
     text = describe(ValueError("x" * 5000))
     assert text.endswith("xxx...")
     assert len(text) == 1000
+
+    class Mute(Exception):  # noqa: N818  # nobody raises it by that name
+        def __str__(self) -> str:
+            raise TypeError("it cannot be said")
+
+    assert describe(Mute()) == "Mute"
