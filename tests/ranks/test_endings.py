@@ -661,6 +661,31 @@ def test_who_comes_while_others_still_stop_does_nothing_and_waits_for_the_verdic
     run(scenario())
 
 
+def test_who_comes_while_others_still_stop_for_a_lost_rank_waits_for_the_verdict() -> None:
+    """It has heard of the loss, but not that nobody is in the session any more."""
+    world = group()
+
+    async def body(ranks: Ranks) -> float:
+        await asyncio.sleep(2 if ranks.rank == 3 else 0)
+        with pytest.raises(PeerLostError, match="rank 2: lost"):
+            async with ranks.session("save") as session:
+                if ranks.rank == 2:
+                    world.kill(2)
+                try:
+                    await session.round("plan", 1, add)
+                finally:
+                    await asyncio.sleep(5 if ranks.rank == 1 else 0)
+        return asyncio.get_running_loop().time()
+
+    async def scenario() -> None:
+        async with world:
+            ended_s = await world.run(body)
+            assert isinstance(ended_s[3], float)
+            assert ended_s[3] >= 5
+
+    run(scenario())
+
+
 def test_who_comes_to_a_failed_session_when_rank_0_is_lost_waits_for_no_verdict() -> None:
     """Nobody is there to give one."""
 
@@ -889,6 +914,31 @@ def test_a_block_that_gives_up_on_a_round_fails() -> None:
                 pass
 
     assert causes_of(body) == {3: "it was cancelled there"}
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_who_gave_up_on_a_round_is_in_doubt_when_rank_0_has_gone(*, commits: bool) -> None:
+    """It gave its message: rank 0 may have decided, and did not wait for it for ever."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save", commits=commits) as session:
+            try:
+                async with asyncio.timeout(0 if ranks.rank == 3 else None):
+                    await session.round("commit", 1, add)
+            except TimeoutError:
+                await asyncio.sleep(2 * DEADLINES.peer_s)  # for longer than rank 0 waits
+        if ranks.rank == 0:
+            await ranks.close()
+
+    async def scenario() -> None:
+        async with group() as world:
+            *others, error = await world.run(body)
+            assert others == [None] * (WORLD - 1)
+            assert isinstance(error, RankError)
+            assert error.causes == {3: "it was cancelled there"}
+            assert error.in_doubt == commits
+
+    run(scenario())
 
 
 def test_a_key_that_is_open_is_not_opened_again() -> None:
