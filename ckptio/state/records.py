@@ -57,7 +57,7 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
         del vars(target)[name]
     for name, value in changed.items():
         object.__setattr__(target, name, value)
-        if isinstance(target, dict) and (name in target or value is not None):
+        if isinstance(target, dict) and (name in target or now[name] is None):
             # transformers' outputs have their fields as items, too, but for those that are None
             put = OrderedDict if isinstance(target, OrderedDict) else dict
             put.__setitem__(target, name, value)
@@ -81,12 +81,9 @@ def copied(fqn: str, container: Any) -> Any:
         TargetError: A class of the caller's does not let itself be copied.
     """
     try:
-        made = copy.copy(container)
+        return copy.copy(container)
     except Exception as error:  # of the caller's class, which raises anything
         raise TargetError(
             f"{fqn!r} is one {type(container).__name__} with another name of the target, has values"
             f" of its own in the checkpoint, and cannot be copied: {error!r}"
         ) from error
-    if type(made) is OrderedDict:
-        vars(made).update(vars(container))  # versions of modules, which its copy() leaves out
-    return made

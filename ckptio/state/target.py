@@ -351,7 +351,8 @@ class Matcher(ObjectMatcher):
                 target[: len(values)] = values
                 return target
             values += target[len(values) :]
-            return type(target)(*values) if is_named_tuple(type(target)) else tuple(values)
+            made = type(target) if is_named_tuple(type(target)) else tuple
+            return tuple.__new__(made, values)  # as a class may take something else
 
         return update
 

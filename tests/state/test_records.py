@@ -7,7 +7,7 @@ import functools
 import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 import ckptio.sync
 from ckptio import PerRank
 from ckptio.errors import MismatchError, TargetError, UnsupportedLeafError
+from ckptio.state.records import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -166,6 +167,19 @@ def test_classes_in_keys_sets_and_enums_of_a_target_come_back(path: str) -> None
     assert not result.report.notes
 
 
+class Text(enum.Enum):
+    LONG = b"x" * 5000
+
+
+def test_an_enum_of_long_bytes_comes_back(path: str) -> None:
+    """Though its value is a tensor in the checkpoint."""
+    ckptio.sync.save({"x": Text.LONG, "y": 1}, path)
+    assert ckptio.sync.load(path, select="x", types=[Text]) == {"x": Text.LONG}
+    target = {"x": Text.LONG, "y": 0}
+    ckptio.sync.load(path, into=target)
+    assert target == {"x": Text.LONG, "y": 1}
+
+
 @dataclass
 class Rows(list[int]):
     name: str = ""
@@ -284,6 +298,77 @@ def test_a_dataclass_that_is_a_dict_is_filled_as_both(saved: Any, path: str) -> 
         ckptio.sync.load(path, into={"x": target})
         assert (target.loss, target.logits) == (1.0, 2)
         assert list(target.items()) == [("loss", 1.0), ("logits", 2)]
+        ckptio.sync.save({"y": Ordered(None, 3)}, path, overwrite=True)
+        ckptio.sync.load(path, into={"y": target})
+        assert (target.loss, target.get("loss"), target["logits"]) == (None, None, 3)
+        ckptio.sync.save({"x": saved}, path, overwrite=True)
+
+
+@dataclass
+class Bag(dict[str, Any]):
+    """Has no field as an item."""
+
+    loss: float = 0.0
+
+
+@pytest.mark.parametrize(("kind", "items"), [(Output, {"loss": 0.5}), (Bag, {})])
+def test_a_dataclass_that_is_a_dict_has_what_it_had_as_items(
+    kind: Callable[[float], Any], items: dict[str, Any], path: str
+) -> None:
+    """Filled or made anew."""
+    ckptio.sync.save({"x": kind(0.5)}, path)
+    filled, made = kind(0.1), ckptio.sync.load(path, types=[Output, Bag])["x"]
+    ckptio.sync.load(path, into={"x": filled})
+    assert filled.loss == made.loss == 0.5
+    assert dict(filled) == dict(made) == items
+
+
+@dataclass
+class Late:
+    step: int
+    best: float = field(init=False)
+
+
+def test_a_field_that_is_not_set_stays_so(path: str) -> None:
+    ckptio.sync.save({"x": Late(3)}, path)
+    target = Late(0)
+    ckptio.sync.load(path, into={"x": target})
+    assert vars(target) == {"step": 3}
+
+
+def test_a_copy_of_a_state_keeps_the_versions_of_modules() -> None:
+    state = torch.nn.Linear(1, 1).state_dict()
+    assert vars(copied("x", state)) == vars(state)
+
+
+@dataclass(frozen=True)
+class Held:
+    weights: torch.Tensor
+
+
+@pytest.mark.parametrize("make", [Held, lambda tensor: Pair(tensor, tensor)])
+def test_a_record_of_which_all_is_filled_stays_that_record(
+    make: Callable[[torch.Tensor], Any], path: str
+) -> None:
+    ckptio.sync.save({"x": make(torch.ones(2))}, path)
+    target = {"x": (own := make(torch.zeros(2)))}
+    ckptio.sync.load(path, into=target)
+    assert target["x"] is own
+
+
+class Next(Pair):
+    def __new__(cls, x: int) -> Self:
+        """Make one of a number and the next."""
+        return super().__new__(cls, x, x + 1)
+
+
+@pytest.mark.parametrize("saved", [(5, 6), Pair(5, 6)])
+def test_a_named_tuple_that_is_made_of_something_else_is_filled(saved: Any, path: str) -> None:
+    """Of what a tuple has, too."""
+    ckptio.sync.save({"x": saved}, path)
+    target = {"x": Next(0)}
+    ckptio.sync.load(path, into=target)
+    assert (type(target["x"]), target["x"]) == (Next, (5, 6))
 
 
 @dataclass
@@ -592,6 +677,20 @@ def test_a_module_partly_on_meta_keeps_its_other_parameters(path: str) -> None:
     assert result.report.notes == (
         "m.mask: stays on the meta device; the checkpoint has none that fits",
     )
+
+
+def test_what_a_hook_makes_of_a_state_is_in_what_is_beside_meta(path: str) -> None:
+    """As in a module of which nothing is on the meta device."""
+    saved = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    ckptio.sync.save({"m": saved}, path)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2))
+    model.register_load_state_dict_pre_hook(
+        lambda _, state, *__: state.update({"1.bias": state["1.bias"] * 2})
+    )
+    bias = model.get_parameter("1.bias")
+    ckptio.sync.load(path, into={"m": model})
+    assert model.get_parameter("1.bias") is bias
+    assert torch.equal(bias, saved.get_parameter("1.bias") * 2)
 
 
 def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(path: str) -> None:
