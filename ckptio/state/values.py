@@ -18,7 +18,7 @@ from ckptio.format.words import decode_word, numpy_dtype
 from ckptio.layout import numel
 from ckptio.plan.trees import ABSENT
 from ckptio.state.references import check_view
-from ckptio.state.tree import MAPPING_TAGS, read_tree
+from ckptio.state.tree import read_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,14 +76,7 @@ class _Values:
 
 
 def _items_of(node: Json) -> Iterable[Json]:
-    """Give what a container holds, without its keys."""
-    if type(node) is dict and TAG in node:
-        tag, value = node[TAG], node.get("v")
-        if tag in MAPPING_TAGS and type(value) is list:
-            return [item for _, item in value]
-        if tag == "enum":
-            return [value]
-        node = value if tag in MAPPING_TAGS or tag == "tuple" else None
+    """Give what is in a node: its members, which are values, too, or lists of such."""
     if type(node) is dict:
         return node.values()
     return node if type(node) is list else ()

@@ -58,6 +58,10 @@ AROUND = [
     json.dumps({"~": "dict", "v": [[COLORS[0], 1], [COLORS[1], "here"]]}),
     json.dumps({"~": "dict", "v": [[UNKNOWN, {"~": "tuple", "v": ["here"]}]]}),
     json.dumps({"~": "enum", "c": "a:b", "v": {"~": "tuple", "v": [UNKNOWN, "here"]}}),
+    json.dumps({"~": "set", "v": [UNKNOWN, "here"]}),
+    json.dumps({"~": "dict", "v": [[UNKNOWN, 1], ["here", 1]]}),
+    json.dumps({"~": "odict", "v": {"a": UNKNOWN, "b": "here"}}),
+    json.dumps([UNKNOWN, {"~": "ranks", "v": [{"~": "absent"}, "here"]}]),
 ]  # fmt: skip
 
 
@@ -69,6 +73,13 @@ def test_a_value_that_nobody_can_have_saved_is_found(around: str) -> None:
     for node in BAD:
         with pytest.raises(FormatError):
             check_values(manifest_with(json.loads(around % json.dumps(node)), weight))
+
+
+def test_what_a_tensor_may_be_is_a_value() -> None:
+    """In any order, and an array of any shape of as many bytes."""
+    weight = TensorEntry("w", "float32", (2, 3), (Chunk(0, 0),))
+    array = {"~": "np", "t": 0, "d": "<f4", "s": [1] * 63 + [6]}
+    check_values(manifest_with([{"~": 0, "p": [1, 0]}, array], weight))
 
 
 def test_what_depends_on_who_loads_is_not_looked_at() -> None:
