@@ -10,6 +10,8 @@ import numpy as np
 from ckptio.state.looks import PLAIN_TENSORS, order_of, plain_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 #: Of a longer tensor, as many words of eight bytes are taken, and the last one.
@@ -54,12 +56,21 @@ def _some_elements(tensor: torch.Tensor) -> bytes | None:
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     storage = tensor.untyped_storage()
     nbytes = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    if tensor.numel() and (nbytes > storage.nbytes() or not storage.data_ptr()):
+    if nbytes > storage.nbytes() or not storage.data_ptr():
         return None
     if order := order_of(tensor):
         tensor = tensor.permute(order)
     if not tensor.is_contiguous():
-        count = max(2, int(_NUM_ELEMENTS ** (1 / tensor.dim())))
-        tensor = tensor[tuple(slice(None, None, -(-n // count) or 1) for n in tensor.shape)]
+        tensor = tensor[_steps_of(tensor.shape)]
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     return _some_of_memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def _steps_of(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Give steps that meet about as many elements, whatever the shape; short dimensions first."""
+    steps, left = [1] * len(shape), _NUM_ELEMENTS
+    for num_before, dim in enumerate(sorted(range(len(shape)), key=shape.__getitem__)):
+        count = int(left ** (1 / (len(shape) - num_before)))
+        steps[dim] = -(-shape[dim] // count)
+        left //= -(-shape[dim] // steps[dim])
+    return tuple(slice(None, None, step) for step in steps)

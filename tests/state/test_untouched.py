@@ -80,6 +80,29 @@ def hooked() -> dict[str, Any]:
     return {"optimizer": optimizer, "model": model}
 
 
+class Zeroing:
+    """Has an optimizer begin again."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+        for moments in self.optimizer.state.values():
+            moments["exp_avg"].zero_()
+
+
+def stepped() -> dict[str, Any]:
+    model = Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"zeroing": Zeroing(optimizer), "optimizer": optimizer}
+
+
 def beside() -> dict[str, Any]:
     """Make a module of which one part makes another anew, before it is loaded itself."""
     first, second = Linear(2, 2), Linear(2, 2)
@@ -93,6 +116,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "a pre-hook": beside,
     "extra state": lambda: {"m": Resetting()},
     "a hook of an optimizer": hooked,
+    "moments": stepped,
 }
 
 
@@ -116,9 +140,9 @@ def test_what_others_write_to_before_it_is_taken_is_no_load(
 
 def test_what_others_write_to_afterwards_is_theirs(tmp_path: Path) -> None:
     """As with `torch.load`; nor does it matter who reads, or copies a tensor to itself."""
-    state = dict(reversed(averaged().items()))
+    state = {"new": torch.ones(2), **dict(reversed(averaged().items()))}
     sync.save(state, tmp_path / "x", config=SMALL)
-    target = dict(reversed(averaged().items()))
+    target = {"new": torch.zeros(2, device="meta"), **dict(reversed(averaged().items()))}
     sync.load(tmp_path / "x", into=target, config=SMALL)
     assert torch.equal(target["model"].weight, state["average"].shadow.weight)
     twice: dict[str, Any] = {"average": Average(Linear(2, 2))}
@@ -301,8 +325,32 @@ def test_a_default_device_hides_nothing(tmp_path: Path) -> None:
 def test_memory_that_is_gone_is_left_alone() -> None:
     """It is not made again to look at it, and nothing in it has changed."""
     tensor = torch.arange(1000.0)
-    parts = tensor, tensor.view(10, 100).t(), tensor[::2]
-    assert all(map(some_of, parts))
-    tensor.untyped_storage().resize_(0)
-    assert [some_of(part) for part in parts] == [None] * 3
+    parts = tensor, tensor.view(10, 100).t(), tensor[1::2], tensor[::2]
+    for nbytes, num_there in ((4000, 4), (3999, 1), (3996, 1), (3995, 0), (0, 0)):
+        tensor.untyped_storage().resize_(nbytes)
+        found = [some_of(part) is not None for part in parts]
+        assert found == [False] * (4 - num_there) + [True] * num_there
     assert tensor.untyped_storage().nbytes() == 0
+
+
+SIZES = [(1000, 1000), (100, 10, 10, 4), (3, 100_000), (100_000, 6), (1, 1, 5000), (2,) * 13]
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_of_any_tensor_with_gaps_as_much_is_looked_at(shape: tuple[int, ...]) -> None:
+    """About 500 elements, or 500 to 1,000 bytes; and nothing in the gaps."""
+    for dtype, fewest, most in ((torch.uint8, 480, 512), (torch.float32, 500, 1100)):
+        tensor = torch.zeros(shape, dtype=dtype)
+        part = tensor[..., ::2]
+        before = some_of(part)
+        assert before is not None
+        assert fewest <= len(before) <= most
+        tensor[..., 1::2] = 3
+        assert some_of(part) == before
+        part[:] = 3
+        assert some_of(part) != before
+
+
+def test_of_what_has_no_memory_of_its_own_little_or_nothing_is_looked_at() -> None:
+    assert some_of(torch.zeros(4).expand(1 << 20, 1 << 20, 4))
+    assert some_of(torch.eye(3).to_sparse()) is None
