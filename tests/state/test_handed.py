@@ -62,6 +62,22 @@ def test_what_is_not_loaded_is_given_as_a_copy(tmp_path: Path) -> None:
     assert pair.total.tolist() == [2.0, 3.0]
 
 
+class Refilled(Mean):
+    """One that forgets what it has before it takes what it is given."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total.zero_().copy_(state["total"])
+
+
+@pytest.mark.parametrize("strict", ["report", "ignore"])
+def test_what_does_not_fit_is_given_as_a_copy(tmp_path: Path, strict: Any) -> None:
+    sync.save({"x": Refilled(1, 2, 3), "y": 1}, tmp_path / "c", config=SMALL)
+    target = {"x": Refilled(3, 4), "y": 0}
+    sync.load_with_report(tmp_path / "c", target, config=SMALL, strict=strict)
+    assert target["x"].total.tolist() == [3.0, 4.0]  # type: ignore[attr-defined]  # it is one
+    assert target["y"] == 1
+
+
 def swap(state: dict[str, Any], prefix: str, *_: Any) -> None:
     one, two = state[f"{prefix}weight"], state[f"{prefix}twin"]
     state[f"{prefix}weight"], state[f"{prefix}twin"] = two, one

@@ -34,6 +34,23 @@ def test_an_optimizer_takes_its_own_state(tmp_path: Path, name: str) -> None:
     assert names <= _ELEMENTWISE
 
 
+def test_an_optimizer_takes_a_state_with_digits_for_numbers(tmp_path: Path) -> None:
+    """As torch.distributed.checkpoint keeps it: under other keys it would begin again."""
+    state = (one := stepped("AdamW", 4, 3)).state_dict()
+    moments = {str(number): each for number, each in state["state"].items()}
+    sync.save({"opt": {**state, "state": moments}}, tmp_path / "c", config=SMALL)
+    for other in (fresh("AdamW", 4, 3), stepped("AdamW", 4, 3)):
+        sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+        assert_same(other.state_dict(), one.state_dict())
+
+
+@pytest.mark.parametrize("saved", [None, 5, [1], (1,), torch.ones(1)], ids=repr)
+def test_what_is_no_state_is_a_mismatch(tmp_path: Path, saved: Any) -> None:
+    sync.save({"opt": saved}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match="'opt: a dict in the target, "):
+        sync.load(tmp_path / "c", {"opt": stepped("AdamW", 4, 3)}, config=SMALL)
+
+
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
