@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.plan.trees import ABSENT
 from ckptio.state.select import Patterns
-from ckptio.state.tree import MAPPING_TAGS, children, keys_of, tensor_index
+from ckptio.state.tree import MAPPING_TAGS, children, keys_of
 
 if TYPE_CHECKING:
     from ckptio.format.encode import Json
@@ -46,7 +46,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
             return _MISSING
         items = [_prune(join_fqn(fqn, i), item, keep) for i, item in enumerate(node)]
         return _in_place(items, kept_empty=not node and bool(keep(fqn)))
-    if type(node) is not dict or tensor_index(node) is not None:
+    if type(node) is not dict:
         return node if keep(fqn) else _MISSING
     tag = node.get(TAG)
     if tag is None:

@@ -259,20 +259,20 @@ def renumbered(node: Json, number_of: Callable[[int], int]) -> Json:
 def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
     """Give name and node of what a container node holds; nothing for a scalar."""
     tag = node.get(TAG)
-    value = node.get("v") if tag is not None else node
+    value: Json = node.get("v") if tag is not None else node
     prefix = f"{fqn}." if fqn else ""
     if tag is None or tag in MAPPING_TAGS:
         if type(value) is dict:
             for key, item in value.items():
                 yield prefix + key, item
-        elif type(value) is list:
+        else:
             yield from _pairs(fqn, value)
-    elif tag == "tuple" and type(value) is list:
+    elif tag == "tuple":
         for i, item in enumerate(value):
             yield f"{prefix}{i}", item
     elif tag == "enum":
         yield fqn, node.get("v")
-    elif tag == RANKS_TAG and type(value) is list:
+    elif tag == RANKS_TAG:
         for i, item in enumerate(value):
             yield (fqn if len(value) == 1 else f"{fqn}~rank{i}"), item
 
@@ -301,8 +301,7 @@ def items_of(fqn: str, node: Json) -> list[tuple[str, Json]]:
     """Give name and node of what a list or another container holds; nothing of anything else."""
     if type(node) is list:
         return [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-    is_container = type(node) is dict and tensor_index(node) is None
-    return list(children(fqn, node)) if is_container else []
+    return list(children(fqn, node)) if type(node) is dict else []
 
 
 def names_kept(fqn: str, node: Json, keep: Predicate | None) -> list[str]:

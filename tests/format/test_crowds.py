@@ -103,6 +103,12 @@ def test_a_crowd_in_a_manifest_is_refused(tag: str) -> None:
             members_of("here", node)
 
 
+def test_equal_items_of_a_tuple_are_no_crowd() -> None:
+    """Nobody looks for them."""
+    tree = {"~": "tuple", "v": [0] * (MAX_EQUAL_HASHES + 1)}
+    assert read_tree(manifest_with(msgspec.json.encode(tree))) == tree
+
+
 def test_a_crowd_in_a_key_is_refused() -> None:
     """Also where the keys around it are many, and are looked at first."""
     inner = _hostile("frozenset", MAX_EQUAL_HASHES + 1)

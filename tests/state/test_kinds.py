@@ -53,6 +53,7 @@ BASE = torch.zeros(4)
         ({"m": 1, "o": 2, "step": 3}, "a dict with 'm', 'o', 'step'"),
         (dict.fromkeys(range(9), 1), "a dict with '0', '1', '2' and 6 more"),
         ({"k" * 1000: 1}, f"a dict with '{'k' * 40}...'"),
+        ({"k" * 40: 1}, f"a dict with '{'k' * 40}'"),
         ({}, "an empty dict"),
         (OrderedDict(a=1), "an OrderedDict with 'a'"),
         (Counter("a"), "a Counter with 'a'"),

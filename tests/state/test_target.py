@@ -326,11 +326,15 @@ def test_what_no_other_rank_shares_is_taken_in_place() -> None:
     match, result = matched({"a": PerRank(zeros(2)), "b": [PerRank(zeros(1)), zeros(3)]}, target)
     assert match.agrees
     assert [fill.tensor for fill in match.fills] == [target["a"], *target["b"]]
-    node = {"b": [{"~": "ranks", "v": [{"~": "absent"}]}, 5]}
+    absent = {"~": "ranks", "v": [{"~": "absent"}]}
     matcher = Matcher(())
-    result = matcher.merge("", {"b": [held := zeros(1), 0]}, node)(Rebuilder({}))
+    result = matcher.merge("", {"b": [held := zeros(1), 0]}, {"b": [absent, 5]})(Rebuilder({}))
     assert matcher.match.missing + matcher.match.kept == ["b.0"]
     assert result["b"][0] is held
+    for below in ({"x": absent}, {"x": [absent]}, {"~": "tuple", "v": [absent]}):
+        matcher = Matcher(())
+        matcher.merge("", {"b": [0, 1]}, {"b": [below]})
+        assert matcher.match.missing == ["b.1"]  # no list of another length takes its place
 
 
 def test_a_part_of_a_tensor_that_is_not_selected_is_left_alone() -> None:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,16 @@ from ckptio.state.flatten import flatten
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import Patterns, make_predicate
-from ckptio.state.tree import is_absent, is_ranks, read_tree, tensor_index, walk
+from ckptio.state.tree import (
+    identity_of,
+    is_absent,
+    is_ranks,
+    keys_of,
+    orders_in,
+    read_tree,
+    tensor_index,
+    walk,
+)
 from tests.strategies import Point, Settings, keys, states
 
 
@@ -60,6 +70,8 @@ BAD = [
     {"~": 1}, {"~": -1}, {"~": 0, "x": 1}, {"~": None}, {"~": "os.system", "v": 1}, {"~": True},
     {"~": "dict"}, {"~": "dict", "v": 4}, {"~": "dict", "v": [1]}, {"~": "dict", "v": [[1]]},
     {"~": "odict", "v": [[1, 2, 3]]}, {"~": "namedtuple", "c": "a:b", "v": {"a": 1}},
+    {"~": "odict", "v": [["a", 1], [1]]}, {"~": "dataclass", "c": "a:b", "v": [["a", 1], [1, 2]]},
+    {"~": "odict", "v": {}, "m": []}, {"~": "dict", "v": {}, "m": {}},
     {"~": "dataclass", "c": "a:b", "v": [[1, 2]]}, {"~": "tuple", "v": {}}, {"~": "set", "v": 1},
     {"~": "int"}, {"~": "enum", "c": "a:b"}, {"~": "np", "t": 1, "d": "<f4", "s": [1]},
     {"~": "np", "t": 0, "d": "<f4"}, {"~": "np", "t": 0, "d": "<f4", "s": [-1]},
@@ -93,8 +105,12 @@ BAD = [
 @pytest.mark.parametrize("node", BAD, ids=str)
 @pytest.mark.parametrize(
     "around",
-    ["%s", "[1, %s]", '{"a": %s}', '{"~": "tuple", "v": [%s]}', '{"~": "dict", "v": [[1, %s]]}'],
-)
+    [
+        "%s", "[1, %s]", '{"a": %s}', '{"~": "tuple", "v": [%s]}', '{"~": "dict", "v": [[1, %s]]}',
+        '{"~": "odict", "v": {"a": %s}}', '{"~": "odict", "v": {}, "m": {"a": %s}}',
+        '{"~": "enum", "c": "a:b", "v": %s}',
+    ],
+)  # fmt: skip
 def test_a_node_that_lacks_something_is_refused(node: Any, around: str) -> None:
     """Wherever it is: unknown tags, missing members, tensors that are not there."""
     with pytest.raises(FormatError):
@@ -309,6 +325,12 @@ def test_a_selection_that_selects_nothing_is_refused(select: Any) -> None:
         ({"a": (1, (2, 3))}, "a.1.0", {"a": (None, (2, None))}),
         ({"a": [], "b": {}, "c": ()}, ["a", "c"], {"a": [], "c": ()}),
         ({"a": [], "b": {"x": {}}}, "b", {"b": {"x": {}}}),
+        (
+            {"a": [1], "b": {"x": 1}, "c": (1,), "d": [], "e": {}, "f": ()},
+            "?",
+            {"d": [], "e": {}, "f": ()},
+        ),
+        ({"a1": 1, "b": [], "c": {}, "d": ()}, "a?", {"a1": 1}),
         ({1: "x", (2, 3): "y"}, "(2, 3)", {(2, 3): "y"}),
         ({"p": Point(1, 2), "q": Point(3, 4)}, "p.y", {"p": Point(None, 2)}),
         ({"s": Settings(1, 2)}, "s.rate", {"s": Settings(1, None)}),
@@ -344,9 +366,30 @@ def test_pruning_keeps_just_the_tensors_that_are_selected(state: Any, data: st.D
     assert [n for n, _ in walk("", pruned)] == [n for n in names if n in chosen]
 
 
+def test_keys_are_told_apart_as_in_a_dict() -> None:
+    """By their values, whatever they are."""
+    some = [
+        1, True, 1.0, np.int64(1), "1", b"1", np.bytes_(b"1"), (), frozenset(), (1, 2), (2, 1),
+        (1.0, np.int64(2)), torch.Size([1, 2]), Point(1, 2), frozenset({1, 2}),
+        frozenset({np.int64(2), 1.0}), ((1, 2), frozenset({1})), ((1, 2), frozenset({True})),
+    ]  # fmt: skip
+    trees = [msgspec.json.decode(msgspec.json.encode(flatten({key: 0}).tree)) for key in some]
+    identities = [identity_of(*keys_of(tree)) for tree in trees]
+    for key, identity in zip(some, identities, strict=True):
+        same = [identity in dict.fromkeys([other]) for other in identities]
+        assert same == [key in dict.fromkeys([other]) for other in some]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tensor_that_is_referred_to_in_two_orders_is_row_major(order: int) -> None:
+    view = {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1], "r": [1]}
+    assert orders_in([{"~": 0, "p": [1, 0]}, view][::order]) == {0: ()}
+    assert orders_in([{"~": 0, "p": [1, 0]}] * 2) == {0: (1, 0)}
+
+
 def test_a_tensor_index_is_found_in_every_reference() -> None:
     """Plain references, views, arrays and long bytes have one; scalars have none."""
     base = torch.zeros(4, 2)
-    flat = flatten([base, base.t(), bytes(2000), 1, {"a": 1}, b"short"])
+    flat = flatten([base, base.t(), bytes(2000), 1, {"t": 1}, b"short"])
     found = [tensor_index(node) for node in flat.tree]
     assert found == [0, 0, 1, None, None, None]
