@@ -111,7 +111,7 @@ class RecordPart(NamedTuple):
         now = self.attribute.read()
         for key in self.found.path:
             now = _at(now, key)
-        return type(now) in DICTS and now is not self.found.value
+        return type(now) in DICTS
 
     def restore(self) -> None:
         """Set the attribute to what it was, and all on the way to the part."""

@@ -71,6 +71,7 @@ RECORDS: list[Callable[..., Any]] = [Nets, Frozen, Slotted, Named]
 HELD: dict[str, Callable[[Any], Any]] = {
     "itself": lambda nets: nets,
     "in a list": lambda nets: [nets],
+    "in a tuple": lambda nets: (nets,),
     "in a record": Nets,
     "in another object": Trainer,
 }
@@ -264,6 +265,15 @@ def test_a_named_tuple_that_became_a_dict_is_told(tmp_path: Path) -> None:
         loaded(tmp_path, {"x": Plain(Named(net_of(1)))}, {"x": target})
 
 
+def test_a_slot_without_a_value_has_no_part(tmp_path: Path) -> None:
+    class Slots(Trainer):
+        __slots__ = ("unset",)
+
+    target = Slots(Nets(None))
+    loaded(tmp_path, {"x": Slots(Nets(7))}, {"x": target})
+    assert target.nets.model == 7
+
+
 def test_records_in_a_long_row_and_odd_classes_end_no_load(tmp_path: Path) -> None:
     """They hold no parts that anybody finds."""
 
@@ -282,9 +292,16 @@ def test_records_in_a_long_row_and_odd_classes_end_no_load(tmp_path: Path) -> No
     class Fielded:
         __dataclass_fields__ = 1
 
+    @dataclass
+    class Closed:
+        env: Any
+
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError("no")
+
     class Stating(Trainer):
         def __init__(self, nets: Any) -> None:
-            self.odd = [Raising((1,)), Fielded()]
+            self.odd = [Raising((1,)), Fielded(), Closed(1)]
             self.chain: Any = None
             for _ in range(3000):
                 self.chain = Node(self.odd, self.chain)
