@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 def numbered(node: dict[str, Json]) -> dict[str, Json]:
     """Give the state of an optimizer with the numbers of its parameters as keys."""
     state = node.get("state")
-    if TAG in node or type(state) is not dict or TAG in state or not state:
+    if TAG in node or type(state) is not dict or not state:
         return node
     if not all(_NUMBER.fullmatch(key) for key in state):
         return node

@@ -36,8 +36,6 @@ def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) 
             target.load_state_dict(values)
             return []
         names = take_over(target, values)
-    except TargetError:  # of what looks on
-        raise
     except Exception as error:  # of the caller's class, which raises anything
         raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
     return [f"{join_fqn(fqn, name)}{STAYS_META}" for name in names]

@@ -194,6 +194,13 @@ def test_what_was_written_to_since_tells_nothing(written: int) -> None:
     assert asked.are_alike(*nodes, {})
 
 
+def test_blocks_are_asked_for_by_the_memory_that_they_are_in() -> None:
+    mine, nodes = WHOLE[1:3] + 1, (tag_of_tensor(0), tag_of_tensor(1))
+    assert not landed_of(*blocks_of(0, mine, 1)).are_alike(*nodes, {1: WHOLE})
+    asked = landed_of(*blocks_of(0, mine, 1), changed=lambda tensor: tensor is mine)
+    assert asked.are_alike(*nodes, {1: WHOLE})
+
+
 def test_what_is_no_tensor_tells_nothing() -> None:
     """Of values the trees are compared."""
     landed = landed_of(Fill(0, WHOLE, "t0"))

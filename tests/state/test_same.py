@@ -14,7 +14,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptio import PerRank
 from ckptio.state.same import is_same
+from tests.state.test_wrappers import Kernel, Rounding, coded
+from tests.strategies import Point
 
+META = torch.ones(1, device="meta")
 NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
 
 
@@ -26,10 +29,15 @@ NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
         (torch.zeros(2), -torch.zeros(2), False),
         (torch.tensor(float("nan")), torch.tensor(float("nan")), True),
         (torch.ones(1, device="meta"), torch.ones(1, device="meta"), False),
+        (META, META.detach(), True),
         (TwoTensor(torch.ones(1), torch.ones(1)), TwoTensor(torch.ones(1), torch.ones(1)), True),
         (TwoTensor(torch.ones(1), torch.ones(1)), TwoTensor(torch.ones(1), torch.zeros(1)), False),
+        (coded(0), coded(0), True),
+        (coded(0), coded(0, kernel=Kernel(Rounding.NEAREST, (2, 8))), False),
         (np.ones(2), np.ones(2), True),
         (np.ones(2), np.ones((2, 1)), False),
+        (np.zeros(2), np.ones(2), False),
+        (np.zeros(2), np.zeros(2, np.int64), False),
         (np.float64("nan"), np.float64("nan"), True),
         (float("nan"), float("nan"), True),
         (0.0, -0.0, False),
@@ -44,10 +52,12 @@ NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
         ({0.0}, {-0.0}, False),
         ({1}, {1, 2}, False),
         ({1}, {2}, False),
+        ({1, 2}, {1, 3}, False),
         (frozenset({(1, 2)}), frozenset({(True, 2)}), False),
         (frozenset({(1, 2)}), frozenset({(1, 2)}), True),
         (PerRank(torch.ones(1)), PerRank(torch.ones(1)), True),
         (PerRank(1), PerRank(2), False),
+        (Point(1, 2), Point(1, 3), False),
         ("a", "a", True),
         (b"a", b"b", False),
         (Decimal("1.0"), Decimal("1.00"), False),
