@@ -286,6 +286,33 @@ async def test_leaving_by_an_error_aborts(tmp_path: Path, *, shared: bool) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_load_goes_on_while_the_block_is_left(
+    tmp_path: Path, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its steps it is at; and it says what is wrong, if something is."""
+    with sync.Engine(SMALL) as engine:
+        ckpt = sync.Checkpointer(tmp_path, engine=engine)
+        ckpt.__enter__()
+        ckpt.save(state_of(1), 1)
+        core = ckpt._core
+        place, name = (core.questions, "newest") if step is None else (loading, "fetch_manifest")
+        method = getattr(place, name)
+
+        async def leave(*args: Any, **options: Any) -> Any:
+            await asyncio.to_thread(ckpt.__exit__, None, None, None)
+            return await method(*args, **options)
+
+        monkeypatch.setattr(place, name, leave)
+        if step is None:
+            assert_same(ckpt.load(), state_of(1))
+        else:
+            with pytest.raises(CheckpointNotFoundError, match="the run has step 1"):
+                ckpt.load(step=step)
+        with pytest.raises(EngineClosedError, match="is closed"):
+            ckpt.load()
+
+
 # keeping
 
 

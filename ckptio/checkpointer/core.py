@@ -128,23 +128,23 @@ class CheckpointerCore:
 
     @property
     def keeper(self) -> Keeper:
-        """Who looks after the steps; see `engine`."""
-        self.engine  # noqa: B018  # raises if there is none
-        assert self._keeper is not None  # noqa: S101  # they come together
+        """Who looks after the steps; also behind the block."""
+        if self._keeper is None:
+            raise not_open("checkpointer", was_open=False)
         return self._keeper
 
     @property
     def upkeep(self) -> Upkeep:
-        """What follows saves; see `engine`."""
-        self.engine  # noqa: B018  # raises if there is none
-        assert self._upkeep is not None  # noqa: S101  # they come together
+        """What follows saves; as `keeper`."""
+        if self._upkeep is None:
+            raise not_open("checkpointer", was_open=False)
         return self._upkeep
 
     @property
     def questions(self) -> Questions:
-        """What all ranks ask at once; see `engine`."""
-        self.engine  # noqa: B018  # raises if there is none
-        assert self._questions is not None  # noqa: S101  # they come together
+        """What all ranks ask at once; as `keeper`."""
+        if self._questions is None:
+            raise not_open("checkpointer", was_open=False)
         return self._questions
 
     def require_new(self) -> None:
@@ -244,7 +244,7 @@ class CheckpointerCore:
 
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, which need not exist; also when it is closed."""
-        return (self._keeper or self.keeper).root.join(step_name(step))
+        return self.keeper.root.join(step_name(step))
 
     def save(
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool
@@ -291,12 +291,7 @@ class CheckpointerCore:
         step_name(step)
         rank = self.engine.context.ranks.rank  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
-        if (
-            not self.ending.is_asked_for
-            and self._every is None
-            and not self._signals.names
-            and rank == 0
-        ):
+        if rank == 0 and not (self.ending.is_asked_for or self._every or self._signals.names):
             _log.warning(
                 "should_save() says yes to no step unless preempt() is called: the checkpointer of"
                 " %r has neither every=, such as SaveEvery(steps=1000), nor preempt_signals=",
@@ -350,49 +345,54 @@ class CheckpointerCore:
     # finding and loading
 
     def asking(
-        self, question: Callable[[str, EngineContext], Awaitable[T]]
+        self,
+        question: Callable[[str, EngineContext], Awaitable[T]],
+        engine: EngineCore | None = None,
     ) -> Callable[[EngineContext], Awaitable[T]]:
         """Make a question to all ranks into what the engine runs."""
-        return functools.partial(question, self.engine.next_key("steps"))
+        return functools.partial(question, (engine or self.engine).next_key("steps"))
 
     def load_flow(self, step: int | None, asked: Asked) -> Flow[LoadResult]:
-        """Load a step; the newest if none is given."""
+        """Load a step; the newest if none is given. It goes on while the block is left."""
+        engine = self.engine
         if step is not None:
-            return (yield from self._load_one(step, [], asked))
+            return (yield from self._load_one(engine, step, [], asked))
         newest = functools.partial(self.questions.newest, 2)  # the one before it is for advice
-        steps: list[int] = yield self.asking(newest)
+        steps: list[int] = yield self.asking(newest, engine)
         while steps:
             try:
-                return (yield from self._load_one(steps[-1], steps, asked))
+                return (yield from self._load_one(engine, steps[-1], steps, asked))
             except (CheckpointNotFoundError, CheckpointChangedError):
-                if self.engine.context.ranks.world_size > 1:  # others may not ask
+                if not self.ending.is_alone:  # others may not ask
                     raise
-                listed, steps = steps, (yield self.asking(newest))
+                listed, steps = steps, (yield self.asking(newest, engine))
                 if steps[-1:] == listed[-1:]:  # else it was removed, as there is a newer one
                     raise
         raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
 
-    def _load_one(self, step: int, steps: list[int], asked: Asked) -> Flow[LoadResult]:
+    def _load_one(
+        self, engine: EngineCore, step: int, steps: list[int], asked: Asked
+    ) -> Flow[LoadResult]:
         """Load a step. It is of `steps`, if those are known."""
         from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         try:
             with self.upkeep.held(step, is_load=True), advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                load = functools.partial(load_flow, self.engine, self.path(step), asked, then)
+                load = functools.partial(load_flow, engine, self.path(step), asked, then)
                 try:
                     result = yield from load()
                 except (CheckpointNotFoundError, CheckpointChangedError):
                     # a tier may just be losing it, as `keep_local` wants: the other one has it
                     # (ranks do not all see that at the same place: they raise)
-                    if then is None or self.engine.context.ranks.world_size > 1:
+                    if then is None or not self.ending.is_alone:
                         raise
                     result = yield from load()
         except CheckpointNotFoundError as error:
-            if steps or self.engine.context.ranks.world_size > 1:  # others may not ask
+            if steps or not self.ending.is_alone:  # others may not ask
                 raise
             with contextlib.suppress(CheckpointError):  # that it is not there is what is to be said
-                steps = yield self.asking(self.questions.steps)
+                steps = yield self.asking(self.questions.steps, engine)
                 error.strerror = f"{error.message}; {missing(steps)}"  # the same: it may have notes
             raise
         self._pace.loaded(step)
