@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -250,6 +251,32 @@ def test_files_that_are_gone_are_named_in_one_pass_over_the_tensors(
             assert passed.num == 1
 
     run_virtual(scenario(), seed=0)
+
+
+@given(sizes=sizes, seed=seeds)
+def test_damage_names_the_tensors_that_have_bytes_there(sizes: Sequence[int], seed: int) -> None:
+    """All of them, no neighbour, and none that is empty; wherever a range of a file ends."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            await saved(engine, sizes, seed)
+            manifest = await engine.inspect("memory")
+        reading = landing.Reading(storage, manifest)
+        for file, entry in enumerate(manifest.files):
+            spans = [
+                (chunk.start, chunk.start + tensor.chunk_nbytes(chunk), tensor.name)
+                for tensor in manifest.tensors
+                for chunk in tensor.chunks
+                if chunk.file == file
+            ]
+            ends = {end for first, last, _ in spans for end in (first, last, last - 1)}
+            for start, stop in itertools.combinations(sorted(ends | {0, entry.nbytes}), 2):
+                there = {name for first, last, name in spans if max(first, start) < min(last, stop)}
+                found = reading.names_in(file, start, stop)
+                assert (len(found), set(found)) == (len(there), there)
+
+    run_virtual(scenario(), seed=seed)
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
