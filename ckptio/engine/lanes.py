@@ -184,9 +184,6 @@ async def read_in_lane(
                 have_read(nbytes, damage, reading, context, total_nbytes)
         for other in lanes.waiting:  # nothing is left to begin: it need not wait for a slab
             other.cancel()
-    except BaseException:
-        lanes.left.clear()
-        raise
     finally:
         # a task keeps the error that ended it, which keeps this frame: with the task in it, all
         # that was loaded would stay in memory until Python collects garbage
