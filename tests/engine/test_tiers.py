@@ -20,6 +20,7 @@ from ckptio.engine.tier_line import CopyLine
 from ckptio.engine.tiers import CopyJob, is_replaced
 from ckptio.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
@@ -31,6 +32,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import (
+    CleanupFailed,
     CopyCommitted,
     CopyFailed,
     CopyProgressed,
@@ -329,6 +331,105 @@ def test_a_copy_in_doubt_is_not_hidden_by_what_was_loaded_from_there_before() ->
             with pytest.raises(StorageError, match="it may stand"):
                 await handle.durable
             assert_same(await engine.load("far/b"), filled_state(SIZES, 2))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
+    """Though an engine may take for a while on trust what it has read, under any name."""
+
+    async def scenario() -> None:
+        storages = two()
+        storages["far/b"] = memory(storages, "far/a").another_name("far/b")
+        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+            await engine.save(filled_state(SIZES, 1), "far/b")
+            await engine.load("far/b")
+            state = filled_state(SIZES, 2)
+            await engine.save(state, "near/a", then="far/a", overwrite=True).durable
+            assert_same(await engine.load("far/b"), state)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_note_that_stays_behind_the_copy_fails_nothing() -> None:
+    """An event tells of it; nobody holds it, and whoever takes it up finds nothing to send."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        near = memory(storages, "near/a")
+        near.fault = fail_kind("drop_note")
+        async with inline_engine(storages, observer=log) as engine:
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            assert [event.path for event in log.of(CleanupFailed)] == ["near/a"]
+            near.fault = None
+            assert await engine.finish_copies("near/a") == ("far/a",)
+            assert log.of(CopyCommitted)[-1].sent_nbytes == 0
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_is_stopped_when_it_is_committed_is_made() -> None:
+    """Whoever stopped it is told that it is there, and its note goes."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+
+            def stop(operation: Operation) -> None:
+                if operation.kind == "drop_note":
+                    handle.abort()
+
+            near.fault = stop
+            assert (await handle.durable).path == "far/a"
+            assert far.manifest is not None
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_never_brings_what_another_save_has_put_there_instead() -> None:
+    """A save that was overwritten while its copy waited in line has none, and says so."""
+
+    async def scenario() -> None:
+        storages = two()
+        storages.update(
+            {name: MemoryStorage(name, max_delay_s=1.0) for name in ("near/b", "far/b")}
+        )
+        far = memory(storages, "far/a")
+        async with inline_engine(storages, config_with(max_tier_copies=1)) as engine:
+            await engine.save(random_state(SIZES), "near/b", then="far/b")
+            handle = engine.save(filled_state(SIZES, 1), "near/a", then="far/a")
+            await handle
+            await engine.save(filled_state(SIZES, 2), "near/a", overwrite=True)
+            assert not handle.durable.done()
+            with pytest.raises(CheckpointChangedError):
+                await handle.durable
+            assert (far.manifest, far.files) == (None, {})
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("error", [ConfigError("refused"), StorageError("refused", path="far/a")])
+def test_a_copy_that_fails_says_what_stays(error: CheckpointError) -> None:
+    """And who goes on with it, unless it is one that can never be made."""
+
+    async def scenario() -> None:
+        storages = two()
+
+        def refuse(_: Operation) -> None:
+            raise error
+
+        memory(storages, "far/a").fault = refuse
+        async with inline_engine(storages) as engine:
+            with pytest.raises(type(error), match="refused") as caught:
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            (note,) = caught.value.__notes__
+            assert "'near/a' itself is committed, and stays" in note
+            assert ("its copy is owed" in note) == isinstance(error, StorageError)
 
     run_virtual(scenario(), seed=0)
 
