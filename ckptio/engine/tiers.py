@@ -35,7 +35,6 @@ from ckptio.engine.load import require_slabs
 from ckptio.engine.transfer import find_whole, require_files, transfer
 from ckptio.errors import (
     CheckpointChangedError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     RankError,
@@ -327,8 +326,6 @@ class _Copy:
                 and is_newer(there.created, manifest.created)
             )
             may_begin = job.overwrite or self._was_there or is_overtaken
-            if there is not None and not may_begin:
-                raise CheckpointExistsError(job.target.path)
             # it drops all uploads: alone, as those of ranks that are ahead may be among them
             again = is_alone and (job.resumes or self._was_there)
             # of what was overtaken, too, so that what was sent of it goes
