@@ -135,7 +135,7 @@ def make_manifest(
         ckptio=FOREIGN_VERSION,
         writer=writer,
         save_id=identity.hexdigest(),
-        created=dt.datetime.fromtimestamp(modified_s, dt.UTC).isoformat(timespec="milliseconds"),
+        created=_moment(modified_s).isoformat(timespec="milliseconds"),
         block_nbytes=block_nbytes,
         files=tuple(FileEntry(name, nbytes, b"") for name, nbytes in files),
         tensors=tuple(tensors),
@@ -144,6 +144,14 @@ def make_manifest(
     )
     check_tensors(manifest)
     return manifest
+
+
+def _moment(since_1970_s: float) -> dt.datetime:
+    """Give a time; 1970 for one that no calendar has, as a broken clock gives files."""
+    try:
+        return dt.datetime.fromtimestamp(since_1970_s, dt.UTC)
+    except (ValueError, OverflowError):
+        return dt.datetime.fromtimestamp(0, dt.UTC)
 
 
 def with_files(tensors: Sequence[TensorEntry], order: Sequence[int]) -> list[TensorEntry]:

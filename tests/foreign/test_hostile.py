@@ -20,6 +20,7 @@ from ckptio.errors import FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.dcp import DcpReader
 from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.interface import make_manifest
 from ckptio.foreign.pickles import read_metadata as read_pickle
 from tests.foreign.rig import assert_same_state, save_dcp
 from tests.foreign.test_dcp import read_metadata, write_metadata
@@ -451,3 +452,19 @@ def test_a_reader_goes_with_its_load(folder: Path) -> None:
     del reader
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("modified_s", [1e12, -1e11, 1e30])
+def test_a_file_of_a_year_that_no_calendar_has_is_read(modified_s: float) -> None:
+    """A broken clock gave it one, or a damaged file system: there is nothing wrong with it."""
+    manifest = make_manifest(
+        writer="x",
+        version=(),
+        modified_s=modified_s,
+        block_nbytes=4096,
+        files=[],
+        tensors=[],
+        tree={},
+        seen={},
+    )
+    assert manifest.created == "1970-01-01T00:00:00.000+00:00"
