@@ -13,6 +13,7 @@ from ckptio._aio import run_all
 from ckptio.format.manifest import MANIFEST_NAME, OPENING
 from ckptio.storage.object_place import name_of, owner_of
 from ckptio.storage.requests import Requests
+from ckptio.storage.store import ObjectMissingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,8 +109,11 @@ async def is_foreign_prefix(place: Place, found: FoundObjects) -> bool:
     if found.ours or not found.has_manifest:
         return False
     key = found.prefix + MANIFEST_NAME
-    _, head = await place.requests.run("read", key, lambda: place.store.get(key, 64))
-    return not head.startswith(OPENING)
+    try:
+        _, head = await place.requests.run("read", key, lambda: place.store.get(key, len(OPENING)))
+    except ObjectMissingError:  # removed meanwhile
+        return False
+    return head != OPENING
 
 
 def _is_hidden(prefix: str) -> bool:

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import fsspec.asyn
@@ -17,6 +17,8 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
+from ckptio.cli import verdict
+from ckptio.cli.find_objects import find_objects
 from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointNotFoundError
 from ckptio.format.note import CopyNote, encode_note
@@ -99,6 +101,24 @@ def test_ls_lists_what_is_below_a_url(run_url: str, capsys: pytest.CaptureFixtur
     assert document["checkpoints"] == []
     assert main(["ls", run_url.removesuffix("/run")]) == 1
     assert f"run/{NAMES[3]}" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_that_goes_while_it_is_looked_at_is_no_bug(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was damaged when it was read: whose it was, nobody can say any more."""
+    memory = fsspec.filesystem("memory")
+
+    async def find(*args: Any, **options: Any) -> Any:
+        found = await find_objects(*args, **options)
+        memory.rm_file(f"/{url.partition('://')[2]}/manifest.json")
+        return found
+
+    monkeypatch.setattr(verdict, "find_objects", find)
+    for command in ("show", "verify"):
+        put(f"{url}/manifest.json", b'{"ckptio":2}')
+        code, document = run_json(capsys, command, url)
+        assert (code, '"damaged"' in json.dumps(document)) == (1, True)
 
 
 def test_show_verify_and_diff_read_a_url(
