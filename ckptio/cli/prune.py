@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-_BEST = re.compile(r"(.+?)(?::([0-9]+))?:(min|max)", re.DOTALL)
+_BEST = re.compile(r"(.+?)(?::([0-9]{1,18}))?:(min|max)", re.DOTALL)
 
 
 def run(
@@ -243,7 +243,7 @@ class _Pruning:
         nbytes = format_nbytes(sum(removal.nbytes for removal in gone))
         left = "would leave" if self._dry_run else "left"
         lines += [f"{left} {step_name(step)}  {visible(str(owed))}" for step, owed in self._owed]
-        if not (self._removals or self._kept or self._owed or self._unreadable):
+        if not (self._kept or self._unreadable):  # one step is kept, if there are any
             return [f"there are no steps of a Checkpointer in {visible(shown_url(self._root))}"]
         total = f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}"
         owed = f", left {len(self._owed)} whose copy is owed" if self._owed else ""

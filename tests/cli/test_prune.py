@@ -13,7 +13,7 @@ from ckptio.checkpointer.keeper import Keeper, Removal
 from ckptio.errors import StorageError
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.testing import MemoryBackend, MemoryBucket, MemoryStore
-from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
+from tests.cli.rig import NARROW, data_file, owe, run_json, run_on_terminal
 from tests.rig import SMALL, names_in
 from tests.test_import import modules_after
 
@@ -97,6 +97,21 @@ def test_what_cannot_be_removed_is_said(
     assert names_in(root) == [NAMES[0], NAMES[5]]
 
 
+def test_a_file_that_stays_of_a_step_that_went_is_said(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is gone, and what it took is not."""
+    file = data_file(root / NAMES[0])
+    file.unlink()
+    file.mkdir()
+    code, document = run_json(capsys, "prune", str(root), "--keep-last", "5")
+    assert (code, document["removed"][0]["error"], document["error"]) == (2, None, None)
+    (root / NAMES[1] / "manifest.json").write_bytes(b"{}")
+    assert main(["prune", str(root), "--keep-last", "5"]) == 0
+    said = capsys.readouterr().err
+    assert f"{NAMES[1]} cannot be read; it counts for nothing and was left alone" in said
+
+
 def test_no_more_is_asked_of_a_storage_that_does_not_answer(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +193,7 @@ def test_a_mistyped_mode_is_a_name_that_nobody_measured(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is removed by it."""
-    for best in ("loss:2:mx", "loss:2m", "los"):
+    for best in ("loss:2:mx", "loss:2m", "los", f"loss:{'9' * 5000}"):
         code, document = run_json(capsys, "prune", str(root), "--keep-best", f"{best}:min")
         assert code == 2
         assert f"no step has a metric {best!r}, but 'loss'" in document["error"]
@@ -203,6 +218,15 @@ def test_a_pin_of_a_step_that_is_not_there_is_refused(
     assert (code, document["removed"]) == (2, [])
     assert document["error"] == "there is no step 77 to pin; nothing was removed"
     assert names_in(root) == NAMES
+
+
+def test_a_run_without_steps_is_pruned_by_whatever_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has not got that far yet: no name or number was mistyped, as far as is known."""
+    for options in (["--keep-best", "loss:min"], ["--keep-last", "1", "--pin", "7"]):
+        assert main(["prune", str(tmp_path), *options]) == 0
+        assert "there are no steps of a Checkpointer in" in capsys.readouterr().out
 
 
 def test_prune_that_keeps_nothing_is_refused(
