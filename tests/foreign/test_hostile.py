@@ -212,6 +212,41 @@ def test_a_chunk_whose_header_reaches_into_the_next_member_is_refused() -> None:
         find_tensor(lambda a, b: bytes(data[a:b]), len(data), "float32", (10,))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("int32", (2, 3)), ("float32", (3, 2)), ("float32", (6,))]
+)
+def test_a_chunk_that_is_another_tensor_is_refused(dtype: str, shape: tuple[int, ...]) -> None:
+    """Its bytes would make one all the same."""
+    data = saved(torch.zeros(2, 3))
+    with pytest.raises(FormatError, match="instead of"):
+        find_tensor(lambda a, b: data[a:b], len(data), dtype, shape)
+
+
+def test_a_chunk_that_is_larger_than_its_storage_is_refused() -> None:
+    """It would go on with the bytes behind it."""
+    data = repacked(saved(torch.zeros(10)), compress=lambda _: False, **{"0": bytes(36)})
+    with pytest.raises(FormatError, match="smaller than the tensor"):
+        find_tensor(lambda a, b: data[a:b], len(data), "float32", (10,))
+
+
+@pytest.mark.parametrize("order", [b"big", b"little" * 2000])
+def test_a_chunk_of_another_byte_order_is_left_to_torch(order: bytes) -> None:
+    """Which turns its bytes around, or refuses it."""
+    data = repacked(saved(torch.zeros(10)), compress=lambda _: False, byteorder=order)
+    assert find_tensor(lambda a, b: data[a:b], len(data), "float32", (10,)) is None
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float8_e4m3fn", "bfloat16"])
+def test_a_chunk_is_found_whatever_its_type(dtype: str) -> None:
+    """Of new types, torch writes tensors in another way."""
+    tensor = torch.arange(6.0).to(getattr(torch, dtype))
+    data = saved(tensor)
+    start = find_tensor(lambda a, b: data[a:b], len(data), dtype, (6,))
+    assert start is not None
+    raw = bytes(tensor.view(torch.uint8).numpy())
+    assert data[start : start + len(raw)] == raw
+
+
 def test_a_tensor_whose_header_reaches_into_the_next_member_is_refused(tmp_path: Path) -> None:
     """In a file of torch.save, too, of which the directory alone is looked at first."""
     data = bytearray(saved({"a": torch.zeros(10), "b": torch.ones(10)}))
