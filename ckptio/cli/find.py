@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio.format.manifest import MANIFEST_NAME, OPENING
+from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,15 +109,10 @@ def is_foreign(found: Found) -> bool:
     """Whether the manifest of a directory is another program's: the name is a common one."""
     if found.ours:
         return False
-    try:
-        fd = os.open(f"{found.path}/{MANIFEST_NAME}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return True
-        return os.read(fd, len(OPENING)) != OPENING
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError):
+        fd = PosixFiles().open(f"{found.path}/{MANIFEST_NAME}", direct=False)
+        try:
+            return os.read(fd, len(OPENING)) != OPENING
+        finally:
+            os.close(fd)
+    return False

@@ -96,6 +96,38 @@ def test_ls_follows_a_link_to_what_is_elsewhere(
     assert [row["path"] for row in document["checkpoints"]] == ["run/step-9"]
 
 
+def test_ls_of_a_link_follows_none_that_leads_above_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else all that lies beside a run would be listed as of the run."""
+    for name in ("beside", "run/step-1"):
+        save_at(tmp_path / "real" / name)
+    (tmp_path / "real" / "run" / "up").symlink_to("..")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "run").symlink_to("../real/run")
+    _, document = run_json(capsys, "ls", str(tmp_path / "links" / "run"))
+    assert [row["path"] for row in document["checkpoints"]] == ["step-1"]
+
+
+def test_ls_says_which_directory_cannot_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And lists the others. The path of one that lies deep is too long for the system."""
+    save_at(tmp_path / "a")
+    deep = os.open(tmp_path, os.O_DIRECTORY)
+    for _ in range(20):
+        os.mkdir("n" * 250, dir_fd=deep)
+        above, deep = deep, os.open("n" * 250, os.O_DIRECTORY, dir_fd=deep)
+        os.close(above)
+    os.close(deep)
+    code, document = run_json(capsys, "ls", str(tmp_path), "--depth", "30")
+    shutil.rmtree(tmp_path / ("n" * 250))
+    assert code == 2
+    first, last = document["checkpoints"]
+    assert (first["path"], first["state"], first["error"]) == ("a", "committed", None)
+    assert (last["state"], last["error"]) == ("unreadable", "File name too long")
+
+
 def test_ls_asks_its_engine_once_of_all_directories(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +229,16 @@ def test_ls_shows_what_has_no_commit_only_if_asked(
     assert main(["ls", "--all", str(tmp_path)]) == 0
     assert re.search(r"^step-1  no commit +100 B +2 +- +-$", capsys.readouterr().out, re.MULTILINE)
     assert len(list(left.iterdir())) == 2
+
+
+def test_ls_looks_into_hidden_directories_only_if_asked(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies there was put away."""
+    save_at(ckpt.parent / ".old" / "step-8")
+    for options, paths in ([], ["step-9"]), (["--all"], [".old/step-8", "step-9"]):
+        _, document = run_json(capsys, "ls", str(ckpt.parent), "--sort", "name", *options)
+        assert [row["path"] for row in document["checkpoints"]] == paths
 
 
 def test_ls_tells_damage_from_another_programs_manifest(

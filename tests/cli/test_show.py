@@ -97,6 +97,27 @@ def test_show_selects_as_load_does(
     assert document["num_tensors"] == len({n for n in names if "bias" in n or "head" in n})
 
 
+def test_show_has_the_containers_of_what_is_selected(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once each, and no others."""
+    assert main(["show", str(ckpt), "--select", "model.blocks", "--select", "epoch"]) == 0
+    tree = capsys.readouterr().out.split("\n\n")[1]
+    labels = ["model", "blocks", "0", "bias", "1", "bias", "epoch"]
+    assert [line.split()[0] for line in tree.splitlines()] == labels
+
+
+def test_a_tie_is_to_a_place_whatever_that_is_stored_as(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two places of one name, the second is stored under another."""
+    tied = torch.ones(3)
+    path = save_at(tmp_path / "c", {"a": {"b": torch.zeros(3)}, "a.b": tied, "c": tied})
+    _, document = run_json(capsys, "show", str(path))
+    last = document["entries"][-1]
+    assert (last["name"], last["stored_as"], last["tied_to"]) == ("c", "a.b~2", "a.b")
+
+
 def test_show_of_a_name_that_is_not_there_is_wrong_usage(
     ckpt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

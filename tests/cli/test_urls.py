@@ -95,6 +95,11 @@ def test_ls_lists_what_is_below_a_url(run_url: str, capsys: pytest.CaptureFixtur
     assert (dead["path"], dead["nbytes"], dead["num_files"]) == ("step-00000009", 3, 1)
     code, document = run_json(capsys, "ls", f"{run_url}/{NAMES[0]}")
     assert (code, [row["path"] for row in document["checkpoints"]]) == (0, ["."])
+    sync.save({}, f"{run_url}/.old/step-0", config=SMALL)
+    for options in ([], ["--all"]):
+        _, document = run_json(capsys, "ls", run_url, *options)
+        paths = [row["path"] for row in document["checkpoints"]]
+        assert (".old/step-0" in paths) == bool(options)
     code, document = run_json(capsys, "ls", f"{run_url}/nothing")
     assert (code, document["checkpoints"], document["error"]) == (0, [], None)
     _, document = run_json(capsys, "ls", run_url.removesuffix("/run"), "--depth", "1")

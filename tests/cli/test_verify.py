@@ -189,3 +189,18 @@ def test_a_manifest_of_another_program_is_no_damage(
         said = document["checkpoints"][0]["error"]
         assert ("manifest.json is another program's" in said) == (state == 2)
     fsspec.filesystem("memory").rm(f"/{url.partition('://')[2]}", recursive=True)
+
+
+def test_damage_is_damage_whatever_lies_below(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program's manifest counts where a checkpoint's own would be, and nowhere else."""
+    (ckpt / "web").mkdir()
+    (ckpt / "web" / "manifest.json").write_text("{}")
+    os.truncate(ckpt / "manifest.json", 9)
+    model = ckpt.parent / "model"
+    model.mkdir()
+    (model / "model.safetensors.index.json").write_text("{")
+    for path in (ckpt, model):
+        code, document = run_json(capsys, "show", str(path))
+        assert (code, document["state"]) == (1, "damaged")
