@@ -37,6 +37,7 @@ _ASKED_NBYTES = 4096
 _HEARD_NBYTES = 8 << 20
 #: Seconds without anything before a connection is tried, then between tries; and how many.
 _IDLE_S, _TRY_S, _NUM_TRIES = 60, 15, 4
+_MAX_MS = 2**31 - 1
 
 
 class Address(NamedTuple):
@@ -212,6 +213,7 @@ class Inlet(End):
         try:
             self._connection.settimeout(0)
             tune(self._connection)
+            limit_silence(self._connection, self._timeout_s)
             self._timer = self._loop.call_later(
                 self._timeout_s, self._miss, f"no answer within {self._timeout_s:g} s"
             )
@@ -358,6 +360,22 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _TRY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_TRIES)
+
+
+def limit_silence(connection: socket.socket, timeout_s: float) -> None:
+    """Have a connection end where what was sent is not taken: while it is under way, none is tried.
+
+    The system sends it again and again, for a quarter of an hour. On a way that loses large packets
+    alone (one that takes smaller ones than both ends believe), whatever else is tried is answered.
+
+    Args:
+        connection: One of ours.
+        timeout_s: For how long a rank may be busy with something else, and take nothing.
+    """
+    silence_ms = 1000 * max(timeout_s, _IDLE_S + _NUM_TRIES * _TRY_S)
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(silence_ms), _MAX_MS)
+    )
 
 
 def end(connection: socket.socket) -> None:

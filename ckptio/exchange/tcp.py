@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import PeerLostError
 from ckptio.exchange.door import Door, hello
-from ckptio.exchange.ends import Inlet, Outlet, tune
+from ckptio.exchange.ends import Inlet, Outlet, limit_silence, tune
 from ckptio.ranks.host import listen_everywhere
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ async def tcp_link(
         addresses: Where each rank is called, by rank; all of them listen by now.
         token: The same on all ranks, 32 ASCII characters, and never used before.
         listener: This rank's, from `listening`. Closed afterwards.
-        timeout_s: How long it may take to reach a rank, whatever the process there does.
+        timeout_s: How long it may take to reach a rank, whatever the process there does. What was
+            sent may take as long to be taken there, or two minutes if that is longer.
     """
     secret = token.encode("ascii")
     link = TcpLink(addresses, hello(secret, rank), timeout_s)
@@ -150,6 +151,7 @@ class TcpLink:
         """Take the connection of a rank that has called, unless that cannot be."""
         if self._broken is not None or rank in self._lost or rank >= len(self._addresses):
             return False
+        limit_silence(connection, self._timeout_s)
         return self._outlet(rank).open(connection)
 
     def _inlet(self, rank: int) -> Inlet:

@@ -344,6 +344,24 @@ async def test_nothing_waits_for_more_to_send() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 240
 
 
+@pytest.mark.parametrize(("timeout_s", "silence_s"), [(0.5, 120), (600.0, 600), (1e9, 2147483.647)])
+async def test_what_was_sent_is_not_sent_again_for_ever(timeout_s: float, silence_s: float) -> None:
+    """Where large packets are lost alone, a connection that is tried seems to be there."""
+    with listening(2) as own, listening(2) as other:
+        addresses = [address_of(own), address_of(other)]
+        async with (
+            tcp_link(0, addresses, TOKEN, own, timeout_s=timeout_s) as a,
+            tcp_link(1, addresses, TOKEN, other, timeout_s=timeout_s) as b,
+        ):
+            taking = asyncio.create_task(take(b, 0, 1, 1))
+            await give(a, [1], 1, b"x")
+            await taking
+            for connection in (a._outlets[1]._connection, b._inlets[0]._connection):
+                assert connection is not None
+                limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                assert limit_ms == round(silence_s * 1000)
+
+
 async def test_what_goes_over_the_wire() -> None:
     """In whatever pieces it comes."""
     async with link_and_peer() as (link, door, peer):
