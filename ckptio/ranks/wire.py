@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
@@ -144,7 +145,8 @@ class Wire(asyncio.Protocol):
             transport.write(view[:_SLICE_NBYTES])
         if self._is_ending and not self._out and not self._has_ended:
             self._has_ended = True
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # it was reset, as the loop is to hear
+                transport.write_eof()
 
     def _lose(self, reason: str) -> None:
         self._received.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,13 +31,14 @@ from ckptio.ranks.frames import (
     pack_head,
     parse_head,
 )
+from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.member import Member
 from ckptio.ranks.wire import Wire
 from ckptio.testing.ranks import MemoryRanks, MemoryTransport
 from tests.ranks.test_sessions import DEADLINES, add, run, seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from ckptio.ranks.frames import AnyHead
 
@@ -410,6 +413,55 @@ async def test_a_wire_knows_where_its_ends_are(host: str, address: str) -> None:
     assert (wire.own_address, wire.peer_address) == (address, "10.9.9.9")
     wire.connection_made(asyncio.Transport({"sockname": ("10.9.9.9", 2), "peername": (host, 1)}))
     assert (wire.own_address, wire.peer_address) == ("10.9.9.9", address)
+
+
+@contextlib.asynccontextmanager
+async def met() -> AsyncIterator[tuple[Coordinator, socket.socket]]:
+    """Give a coordinator of two, and the connection of rank 1, which has read all that came."""
+    loop, stranger = asyncio.get_running_loop(), Stranger()
+    leader = Coordinator(2, "secret", Deadlines(peer_s=4.0, meet_s=1.0), "h0")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as rank_1:
+        listener.settimeout(0)
+        rank_1.settimeout(0)
+        await loop.sock_connect(rank_1, listener.getsockname())
+        accepted, _ = await loop.sock_accept(listener)
+        await loop.connect_accepted_socket(leader.guest, accepted)
+        await loop.sock_sendall(rank_1, hello())
+        while len(stranger.heads()) < 2:
+            stranger.data_received(await loop.sock_recv(rank_1, MAX_HELLO_NBYTES))
+        await leader.gather(5.0)
+        async with asyncio.timeout(5.0):
+            yield leader, rank_1
+
+
+async def test_a_rank_that_is_dead_before_its_last_words_are_read_is_lost() -> None:
+    """What it is told then is reset, which keeps nobody else from hearing of it."""
+    async with met() as (leader, rank_1):
+        rank_1.send(pack_head(Bye(), b""))
+        rank_1.close()
+        with pytest.raises(PeerLostError) as raised:
+            async with leader.session("s") as session:
+                await session.round("add", 1, add)
+        assert raised.value.ranks == (1,)
+        await leader.close()
+
+
+async def test_who_leaves_as_rank_0_dies_is_told_of_no_sockets() -> None:
+    """It leaves as if it had heard of that."""
+    loop = asyncio.get_running_loop()
+    member = Member(1, 2, "secret", Deadlines(peer_s=4.0), "h1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0)
+        knocking = asyncio.create_task(
+            member.knock(lambda make: loop.create_connection(make, *listener.getsockname()), 5.0)
+        )
+        rank_0, _ = await loop.sock_accept(listener)
+        with rank_0:
+            assert await loop.sock_recv(rank_0, MAX_HELLO_NBYTES)
+            await loop.sock_sendall(rank_0, pack_head(Taken(), b""))
+            assert await knocking == ""
+        async with asyncio.timeout(5.0):
+            await member.close()
 
 
 def test_what_went_wrong_is_told_in_a_short_text_that_any_peer_can_read() -> None:
