@@ -594,6 +594,23 @@ def test_what_no_interrupt_reaches_is_run_here_where_no_thread_begins(
     assert ran == [waiter.ident]
 
 
+def test_what_no_interrupt_reaches_is_run_here_where_its_thread_ends_as_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the process may have no more memory: Python gives a thread, which does nothing."""
+    ran: list[int] = []
+
+    def wait() -> None:
+        run_uninterrupted(lambda: ran.append(threading.get_ident()), "test", lambda: None)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    monkeypatch.setattr("ckptio.runtime.aside.start_new_thread", lambda *_: None)
+    monkeypatch.setattr("ckptio.runtime.aside._PATIENCE_S", 0.001)
+    waiter.start()
+    waiter.join(10)
+    assert ran == [waiter.ident]
+
+
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:
     """Another one than the main, also where an interrupt comes to Python's own threading."""
     ran: list[threading.Thread] = []

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: After so long it is looked whether a thread that was begun has come to its function.
+_PATIENCE_S = 5.0
 #: What is run aside: a lock of each that is released when it has ended. A forked child has none.
 _ASIDE: set[threading.Lock] = set()
 os.register_at_fork(after_in_child=_ASIDE.clear)
@@ -59,7 +61,8 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
     def begin_and_wait() -> None:
         _begin(run, name)
         while not errors:
-            ended.acquire()
+            if not ended.acquire(timeout=_PATIENCE_S):
+                run()  # unless a thread does: where memory ends, one may end as it begins
 
     try:
         begin_and_wait()
