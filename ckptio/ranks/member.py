@@ -8,6 +8,8 @@ it is gone. Where the connection ends, or rank 0 is silent for too long, all its
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from typing import TYPE_CHECKING
 
 from ckptio.ranks import frames
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from ckptio.ranks.frames import AnyHead, Verdict
     from ckptio.ranks.interface import Deadlines, Json, Same
 
+#: What a process may lack to call another.
+_TOO_LITTLE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
 
 class Member:
     """An implementation of `interface.Ranks`, for a rank other than 0.
@@ -48,6 +53,7 @@ class Member:
 
     Attributes:
         was_told: Whether rank 0 has said that others were lost, or did not come.
+        shortage: What this rank itself lacked to call rank 0, if that was why it did not; or empty.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Member:
         self.hosts: tuple[str, ...] = ()
         self.nonce = ""
         self.was_told = False
+        self.shortage = ""
         self._deadlines = deadlines
         self._hello = Hello(
             version=PROTOCOL_VERSION, rank=rank, world_size=world_size, token=token, host=host
@@ -108,6 +115,8 @@ class Member:
             reason = f"no answer within {timeout_s:.2g} s"
         except (OSError, UnicodeError) as error:  # the latter of a name of more than 63 letters
             reason = str(error)
+            if error.errno in _TOO_LITTLE:
+                self.shortage = os.strerror(error.errno)
         finally:
             if reason:
                 self._wire = None

@@ -161,6 +161,9 @@ class Search:
                 return members[address]
         if is_over:
             return None
+        for member in members.values():
+            if member.shortage:
+                return _shortage(member.rank, member.shortage)
         text = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
         return _loss(meeting, f"cannot be reached on port {meeting.port} ({text})")
 
@@ -225,3 +228,10 @@ def _loss(meeting: Meeting, cause: str) -> RankError:
     """Say that rank 0 seems to be there, and what is wrong with it."""
     causes = {0: frames.lost_cause(meeting.host, cause)}
     return frames.loss("joining the group", [0], causes).error()
+
+
+def _shortage(rank: int, shortage: str) -> RankError:
+    """Say that nothing is known of rank 0, for want of a way to call it."""
+    text = "where too many files are open, close some or raise the limit (`ulimit -n`)"
+    causes = {rank: f"it cannot call rank 0: {shortage}; {text}"}
+    return frames.failure("joining the group", causes).error()

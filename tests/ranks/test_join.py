@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -473,6 +474,22 @@ async def test_a_last_look_that_is_cut_short_hides_nothing_found_before(
     with pytest.raises(PeerLostError, match="a: another program"):
         await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
     assert all(times_s[1:])
+
+
+async def test_rank_0_is_not_blamed_where_a_rank_cannot_call_it(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """It may be there: this rank has too many files open to see."""
+
+    async def connect(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+    leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=["127.0.0.1"], port=9))
+    words = "on rank 1: it cannot call rank 0: Too many open files; .*ulimit"
+    with pytest.raises(RankError, match=words) as raised:
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+    assert not isinstance(raised.value, PeerLostError)
 
 
 async def test_a_rank_that_is_cancelled_while_it_knocks_leaves_nothing_open(
