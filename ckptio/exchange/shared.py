@@ -80,6 +80,7 @@ async def shared_link(
 
     Raises:
         PeerLostError: Not all ranks came in time.
+        OSError: The system gives this rank too little: files, memory.
     """
     descriptor = os.memfd_create("ckptio-exchange")
     try:
@@ -191,7 +192,11 @@ class SharedLink:
             group.create_task(answer(), name="answer the door")
 
     async def _meet(self, connection: socket.socket, descriptor: int) -> None:
-        """Exchange ranks and memory over a new connection; drop it if it is another user's."""
+        """Exchange ranks and memory over a new connection; drop it if it is another user's.
+
+        Raises:
+            OSError: This rank lacks what it takes to see the other one's memory: files, memory.
+        """
         try:
             connection.settimeout(0)
             packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -199,17 +204,9 @@ class SharedLink:
                 connection.close()
                 return
             hello = _HELLO.pack(self._rank, len(self._slabs), len(self._slabs[0].view))
-            socket.send_fds(connection, [hello], [descriptor])  # a few bytes: never blocks
-            await _readable(connection)
-            data, descriptors, flags, _ = socket.recv_fds(connection, _HELLO.size, 1)
-            try:
-                if flags & socket.MSG_CTRUNC:
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                peer, num_slabs, slab_nbytes = _HELLO.unpack(data)
-                self._theirs[peer] = _map(descriptors[0], num_slabs, slab_nbytes)
-            finally:
-                for received in descriptors:
-                    os.close(received)
+            async with Siblings() as group:  # each may have to wait for the other, on other ranks
+                group.create_task(_send(connection, hello, descriptor), name="show memory")
+                peer = await self._see(connection)
         except (ConnectionError, struct.error, IndexError, ValueError):
             connection.close()  # it never was one of ours, or is gone: it is missed in the end
             return
@@ -218,6 +215,20 @@ class SharedLink:
             raise
         self._sockets[peer] = connection
         self._turns[peer] = asyncio.Lock()
+
+    async def _see(self, connection: socket.socket) -> int:
+        """Map the memory of whoever is connected; gives its rank."""
+        await _readable(connection)
+        data, descriptors, flags, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            peer, num_slabs, slab_nbytes = _HELLO.unpack(data)
+            self._theirs[peer] = _map(descriptors[0], num_slabs, slab_nbytes)
+        finally:
+            for received in descriptors:
+                os.close(received)
+        return int(peer)
 
     async def listen(self, peer: int) -> None:
         """Take the words of a rank until it goes. Run by `shared_link`."""
@@ -347,6 +358,23 @@ async def _call(name: str) -> socket.socket:
             raise
         else:
             return connection
+
+
+async def _send(connection: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send a few bytes, which never blocks, and a descriptor, when it may be under way as well.
+
+    A user has no more descriptors under way at a time than a process may open, those of all ranks
+    on the machine together; each is until its taker has come for it.
+    """
+    while True:
+        try:
+            socket.send_fds(connection, [data], [descriptor])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -113,7 +113,9 @@ class Member:
                 reason = await asyncio.shield(self._knock)
         except TimeoutError:
             reason = f"no answer within {timeout_s:.2g} s"
-        except (OSError, UnicodeError) as error:  # the latter of a name of more than 63 letters
+        except UnicodeError as error:  # of a name of more than 63 letters
+            reason = str(error)
+        except OSError as error:
             reason = str(error)
             if error.errno in _TOO_LITTLE:
                 self.shortage = os.strerror(error.errno)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import resource
 import socket
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -202,6 +203,28 @@ async def test_who_finds_others_waiting_at_a_full_door_comes_again() -> None:
             coming.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await coming
+
+
+async def test_ranks_meet_though_a_user_has_too_many_descriptors_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the ranks of one machine have, if they are many: each sends its memory to all others."""
+    send, receive, under_way = socket.send_fds, socket.recv_fds, list[int]()
+
+    def send_one(connection: socket.socket, *what: Any) -> int:
+        if under_way:
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        under_way.append(connection.fileno())
+        return send(connection, *what)
+
+    def receive_one(connection: socket.socket, *sizes: int) -> Any:
+        under_way.clear()
+        return receive(connection, *sizes)
+
+    monkeypatch.setattr(socket, "send_fds", send_one)
+    monkeypatch.setattr(socket, "recv_fds", receive_one)
+    async with asyncio.timeout(TIMEOUT_S / 2), links(3) as opened:
+        assert [link.peers for link in opened] == [{1, 2}, {0, 2}, {0, 1}]
 
 
 async def test_no_rank_is_blamed_where_too_many_files_are_open() -> None:
