@@ -62,6 +62,9 @@ class Coordinator:
         token: What members have to know.
         deadlines: How long is waited for others.
         host: The host of this rank.
+
+    Attributes:
+        shortage: What this rank lacks to answer others that call; empty if nothing.
     """
 
     rank = 0
@@ -71,6 +74,7 @@ class Coordinator:
         self.world_size = world_size
         self.nonce = secrets.token_hex(16)
         self.hosts: tuple[str, ...] = ()
+        self.shortage = ""
         self._token = token
         self._deadlines = deadlines
         self._host = host
@@ -109,6 +113,7 @@ class Coordinator:
 
         Raises:
             PeerLostError: Some did not come in time. Those that are here raise the same.
+            RankError: The same, where this rank could not answer some.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -116,10 +121,15 @@ class Coordinator:
         except TimeoutError:
             absent = [r for r in range(1, self.world_size) if r not in self._members]
             verdict = frames.absence(absent, timeout_s if waited_s is None else waited_s)
+            error = verdict.error()
+            if self.shortage:
+                cause = f"it could not answer ranks that called: {self.shortage}"
+                verdict = loss("joining the group", [0], {0: cause})
+                error = frames.failure("joining the group", {0: cause}).error()
             body = encode_body(verdict)
             for wire, _ in self._members.values():
                 wire.hang_up(Broken(), body)
-            raise verdict.error() from None
+            raise error from None
 
     def _greet(self, wire: Wire, head: AnyHead) -> None:
         """Take the first frame of a connection."""

@@ -20,7 +20,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking
+from ckptio._aio import Siblings, run_blocking
 from ckptio.errors import PeerLostError, RankError
 from ckptio.ranks import frames
 from ckptio.ranks.board import Board, store_host, this_process
@@ -36,6 +36,7 @@ from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
 from ckptio.ranks.turns import is_next, turns
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
@@ -48,6 +49,8 @@ _log = logging.getLogger("ckptio")
 _TOKEN_NBYTES = 32
 #: After so long without the others, the log says who waits for whom.
 _PATIENCE_S = 10.0
+#: When it is tried again to answer, where the system has too little for that.
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +182,16 @@ async def _lead(
     gone = "it was cancelled"
     try:
         await run_blocking(executor, require_descriptors, place.world_size - 1)
-        listener = listen_everywhere(place.world_size)
-        server = await loop.create_server(
-            group.guest, sock=listener, backlog=place.world_size, start_serving=False
-        )
-        try:
-            await server.start_serving()  # waits: cancelled in `create_server`, it would go on
-            addresses = place.addresses
-            if addresses is None:
-                near = store_host(board.store)
-                addresses = await run_blocking(executor, addresses_towards, near)
-            await store.ask(board.invite, [*addresses], listener.getsockname()[1], token)
-            await group.gather(max(0.0, until_s - loop.time()), deadlines.meet_s)
-        finally:
-            server.close()
+        with listen_everywhere(place.world_size) as listener:
+            async with Siblings() as tasks:
+                door = tasks.create_task(_answer(listener, group), name="ckptio-answer")
+                addresses = place.addresses
+                if addresses is None:
+                    near = store_host(board.store)
+                    addresses = await run_blocking(executor, addresses_towards, near)
+                await store.ask(board.invite, [*addresses], listener.getsockname()[1], token)
+                await group.gather(max(0.0, until_s - loop.time()), deadlines.meet_s)
+                door.cancel()
         await store.ask_briefly(board.end)
     except BaseException as error:
         if isinstance(error, Exception):
@@ -204,3 +203,25 @@ async def _lead(
                 await store.ask(board.end, gone)
         raise
     return group
+
+
+async def _answer(listener: socket.socket, group: Coordinator) -> None:
+    """Let in whoever calls, until this is cancelled.
+
+    Where files are opened meanwhile, there may be too few left for that. asyncio's own servers log
+    that again and again, as often as there may be callers, and tell nobody else.
+    """
+    loop = asyncio.get_running_loop()
+    listener.settimeout(0)
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+            group.shortage = ""
+            await loop.connect_accepted_socket(group.guest, connection)
+        except ConnectionError:  # who called has gone again
+            pass
+        except OSError as error:
+            if not group.shortage:
+                _log.warning("rank 0 cannot answer other ranks: %s", error.strerror)
+            group.shortage = error.strerror or str(error)
+            await asyncio.sleep(_AGAIN_S)

@@ -828,3 +828,50 @@ async def test_a_rank_0_that_may_not_open_a_file_for_each_rank_says_so_at_once(
         assert "to each of 2 other ranks" in str(error)
         assert "raise that limit" in str(error)
     assert [type(error) for error in errors] == [RankError, PeerLostError, PeerLostError]
+
+
+class FullDoor(socket.socket):
+    """No file can be opened, some times, for whoever calls behind the first."""
+
+    num_tries = num_refusals = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        found = super().accept() if not 1 <= self.num_tries <= self.num_refusals else None
+        self.num_tries += 1
+        if found is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return found
+
+
+@pytest.mark.parametrize("num_refusals", [2, 10**9])
+async def test_rank_0_says_that_it_could_not_answer_others(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    store: Any,
+    threads: Executor,
+    num_refusals: int,
+) -> None:
+    """Once, and to all, if that does not pass: who called in vain has not stayed away."""
+
+    def listen(backlog: int) -> socket.socket:
+        door = FullDoor()
+        door.bind(("127.0.0.1", 0))
+        door.listen(backlog)
+        door.num_refusals = num_refusals
+        return door
+
+    monkeypatch.setattr("ckptio.ranks.join.listen_everywhere", listen)
+    monkeypatch.setattr("ckptio.ranks.join._AGAIN_S", 0.001)
+    deadlines = SHORT if num_refusals > 2 else LONG
+    ended = await together(
+        *(join(place(store, r), deadlines=deadlines, executor=threads) for r in range(3))
+    )
+    assert [record.name for record in caplog.records] == ["ckptio"]
+    if num_refusals > 2:
+        assert [type(error) for error in ended] == [RankError, PeerLostError, PeerLostError]
+        assert ended[1].ranks == ended[2].ranks == (0,)
+        words = "on rank 0: it could not answer ranks that called: Too many open files"
+        assert sorted(words in str(error) for error in ended) == [False, True, True]
+    else:
+        assert await together(*(use(group) for group in ended)) == [3, 3, 3]
+        await together(*(group.close() for group in ended))
