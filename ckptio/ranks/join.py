@@ -14,7 +14,6 @@ A rank 0 that gives up leaves a note in the place of its address. `search` has h
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from dataclasses import dataclass
@@ -198,9 +197,8 @@ async def _lead(
             gone = str(error)
         try:
             await group.close()
-        finally:
-            with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
-                await store.ask(board.end, gone)
+        finally:  # the first error is the news: whoever is cancelled does not wait for a store
+            await store.ask_briefly(board.end, gone)
         raise
     return group
 

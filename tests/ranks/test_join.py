@@ -642,7 +642,8 @@ class SilentStore:
     def __init__(self, store: Any, silent: str) -> None:
         self._store = store
         self._silent = silent
-        self.may_fail = threading.Event()
+        self.num_asked = 0
+        self.is_asked, self.may_fail = threading.Event(), threading.Event()
 
     def open(self) -> Any:
         self._wait("open")
@@ -657,6 +658,8 @@ class SilentStore:
 
     def _wait(self, name: str) -> None:
         if name == self._silent:
+            self.num_asked += 1
+            self.is_asked.set()
             self.may_fail.wait(10)
             raise RuntimeError("the store was lost")
 
@@ -691,17 +694,20 @@ async def test_a_store_that_was_slow_once_is_asked_again(monkeypatch: pytest.Mon
         assert await asking == 7
 
 
+@pytest.mark.parametrize(("rank", "silent"), [(0, "open"), (1, "open"), (0, "set"), (1, "check")])
 async def test_who_is_cancelled_leaves_a_store_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor, rank: int, silent: str
 ) -> None:
     """Soon, however long there was to meet."""
     monkeypatch.setattr("ckptio.ranks.store_thread._LEAST_S", 0.05)
-    lost = SilentStore(store, "open")
-    where = Place(rank=1, world_size=2, group="g", open_store=lost.open)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await join(where, deadlines=LONG, executor=threads)
-    assert any(t.name.startswith("ckptio-store") for t in threading.enumerate())
+    lost = SilentStore(store, silent)
+    where = Place(rank=rank, world_size=2, group="g", open_store=lost.open, addresses=[])
+    joining = asyncio.create_task(join(where, deadlines=LONG, executor=threads))
+    assert await asyncio.to_thread(lost.is_asked.wait, 10)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert lost.num_asked == 1  # and nobody has waited until it could be asked again
     lost.may_fail.set()
 
 
