@@ -150,7 +150,7 @@ def _moment(since_1970_s: float) -> dt.datetime:
     """Give a time; 1970 for one that no calendar has, as a broken clock gives files."""
     try:
         return dt.datetime.fromtimestamp(since_1970_s, dt.UTC)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):  # the last of years that no integer of C takes
         return dt.datetime.fromtimestamp(0, dt.UTC)
 
 

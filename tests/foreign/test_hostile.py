@@ -489,7 +489,7 @@ def test_a_reader_goes_with_its_load(folder: Path) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("modified_s", [1e12, -1e11, 1e30])
+@pytest.mark.parametrize("modified_s", [1e12, -1e11, 1e17, -1e17, 1e30])
 def test_a_file_of_a_year_that_no_calendar_has_is_read(modified_s: float) -> None:
     """A broken clock gave it one, or a damaged file system: there is nothing wrong with it."""
     manifest = make_manifest(
