@@ -40,6 +40,8 @@ _WORD = struct.Struct("<IIQ")  # slab or _TAKEN, tag, bytes
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _TAKEN = 2**32 - 1
 _RETRY_S = 0.01
+#: What the system says where it gives this process no more, whoever is at the other end.
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 class SharedSlab(Slab):
@@ -207,8 +209,10 @@ class SharedLink:
             async with Siblings() as group:  # each may have to wait for the other, on other ranks
                 group.create_task(_send(connection, hello, descriptor), name="show memory")
                 peer = await self._see(connection)
-        except (ConnectionError, struct.error, IndexError, ValueError):
+        except (OSError, struct.error, IndexError, ValueError, OverflowError) as error:
             connection.close()  # it never was one of ours, or is gone: it is missed in the end
+            if isinstance(error, OSError) and error.errno in _OWN_LIMITS:
+                raise
             return
         except BaseException:
             connection.close()
@@ -221,7 +225,7 @@ class SharedLink:
         await _readable(connection)
         data, descriptors, flags, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
-            if flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC and not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             peer, num_slabs, slab_nbytes = _HELLO.unpack(data)
             self._theirs[peer] = _map(descriptors[0], num_slabs, slab_nbytes)

@@ -132,7 +132,7 @@ async def test_ranks_that_do_not_come_are_named() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.parametrize("does", ["stay", "leave", "say no more"])
+@pytest.mark.parametrize("does", ["stay", "leave", "say no more", "hand one", "hand two"])
 async def test_a_stranger_at_the_door_does_no_harm(does: str) -> None:
     """Who connects and says nothing, or nonsense, is let go; ranks that come later are taken."""
     token = uuid.uuid4().hex
@@ -150,7 +150,15 @@ async def test_a_stranger_at_the_door_does_no_harm(does: str) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         while stranger.connect_ex(f"\0ckptio-{token}-0"):
             await asyncio.sleep(0)
-        if does != "stay":
+        if does.startswith("hand"):  # what cannot be mapped, or is too much: no limit of this rank
+            ends = os.pipe()
+            said, handed = (b"nonsense" * 2, ends[:1]) if does == "hand one" else (bytes(16), ends)
+            socket.send_fds(stranger, [said], handed)
+            for end in ends:
+                os.close(end)
+            for _ in range(10):
+                await asyncio.sleep(0)
+        elif does != "stay":
             stranger.sendall(b"nonsense")
             stranger.shutdown(socket.SHUT_WR)
         if does == "leave":
