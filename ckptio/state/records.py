@@ -16,7 +16,7 @@ from ckptio.format.encode import TAG
 from ckptio.format.fields import holds_objects, is_named_tuple, names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptio.format.encode import Json
 
@@ -50,7 +50,7 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
     if not changed:
         return target
     if isinstance(target, tuple):
-        return tuple.__new__(type(target), {**now, **changed}.values())
+        return with_items(target, {**now, **changed}.values())
     if type(target).__dataclass_params__.frozen:
         target = copy.copy(target)
     for name in _cached_in(target):  # of other fields
@@ -65,6 +65,16 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
         for name in filter(target.__contains__, now):  # indexed in this order
             target.move_to_end(name)
     return target
+
+
+def with_items(target: Any, items: Iterable[Any]) -> Any:
+    """Give a named tuple like `target` with other items. Its class may take something else."""
+    made = tuple.__new__(type(target), items)
+    if own := getattr(target, "__dict__", None):  # what its class gave it besides
+        vars(made).update(own)
+        for name in _cached_in(made):  # of other items
+            del vars(made)[name]
+    return made
 
 
 def _cached_in(record: Any) -> list[str]:

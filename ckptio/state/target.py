@@ -50,7 +50,7 @@ from ckptio.state.members import (
 )
 from ckptio.state.objects import ObjectMatcher
 from ckptio.state.prune import prune_at
-from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
+from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields, with_items
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
@@ -351,8 +351,7 @@ class Matcher(ObjectMatcher):
                 target[: len(values)] = values
                 return target
             values += target[len(values) :]
-            made = type(target) if is_named_tuple(type(target)) else tuple
-            return tuple.__new__(made, values)  # as a class may take something else
+            return with_items(target, values) if is_named_tuple(type(target)) else tuple(values)
 
         return update
 

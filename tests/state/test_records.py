@@ -357,9 +357,17 @@ def test_a_record_of_which_all_is_filled_stays_that_record(
 
 
 class Next(Pair):
+    unit: str
+
     def __new__(cls, x: int) -> Self:
         """Make one of a number and the next."""
-        return super().__new__(cls, x, x + 1)
+        made = super().__new__(cls, x, x + 1)
+        made.unit = "s"
+        return made
+
+    @functools.cached_property
+    def total(self) -> int:
+        return int(self.x + self.y)
 
 
 @pytest.mark.parametrize("saved", [(5, 6), Pair(5, 6)])
@@ -367,8 +375,10 @@ def test_a_named_tuple_that_is_made_of_something_else_is_filled(saved: Any, path
     """Of what a tuple has, too."""
     ckptio.sync.save({"x": saved}, path)
     target = {"x": Next(0)}
+    assert target["x"].total == 1
     ckptio.sync.load(path, into=target)
     assert (type(target["x"]), target["x"]) == (Next, (5, 6))
+    assert (target["x"].unit, target["x"].total) == ("s", 11)
 
 
 @dataclass
