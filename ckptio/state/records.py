@@ -55,10 +55,13 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
         target = copy.copy(target)
     for name in _cached_in(target):  # of other fields
         del vars(target)[name]
+    # transformers' outputs have their fields as items, too, but for those that are None
+    is_shown = isinstance(target, dict) and all(
+        name in target for name, value in now.items() if value is not None
+    )
     for name, value in changed.items():
         object.__setattr__(target, name, value)
-        if isinstance(target, dict) and (name in target or now[name] is None):
-            # transformers' outputs have their fields as items, too, but for those that are None
+        if isinstance(target, dict) and (name in target or (is_shown and now[name] is None)):
             put = OrderedDict if isinstance(target, OrderedDict) else dict
             put.__setitem__(target, name, value)
     if isinstance(target, OrderedDict):

@@ -308,7 +308,8 @@ def test_a_dataclass_that_is_a_dict_is_filled_as_both(saved: Any, path: str) -> 
 class Bag(dict[str, Any]):
     """Has no field as an item."""
 
-    loss: float = 0.0
+    loss: float | None = 0.0
+    step: int = 3
 
 
 @pytest.mark.parametrize(("kind", "items"), [(Output, {"loss": 0.5}), (Bag, {})])
@@ -321,6 +322,9 @@ def test_a_dataclass_that_is_a_dict_has_what_it_had_as_items(
     ckptio.sync.load(path, into={"x": filled})
     assert filled.loss == made.loss == 0.5
     assert dict(filled) == dict(made) == items
+    unset = Bag(None)
+    ckptio.sync.load(path, into={"x": unset}, strict="ignore")
+    assert (unset.loss, dict(unset)) == (0.5, {})
 
 
 @dataclass
