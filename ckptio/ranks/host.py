@@ -76,8 +76,7 @@ def listen_everywhere(backlog: int) -> socket.socket:
 def require_descriptors(num: int) -> None:
     """Raise an error if this process cannot have so many connections, before anybody calls.
 
-    Without a descriptor for whoever calls, asyncio would go on trying, and a rank that calls in
-    vain would pass for one that has not come.
+    Without a descriptor for each that calls, that would be known when the time to meet is over.
 
     Raises:
         RankError: It may not open as many files besides those that it has.

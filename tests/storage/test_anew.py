@@ -167,16 +167,21 @@ async def test_a_manifest_that_was_replaced_has_another_version_at_once(
     assert found == (await storage.read_manifest())[0]
 
 
+async def overwritten_at(folder: Path, executor: Executor) -> tuple[Path, Path, Path]:
+    """Overwrite a checkpoint; gives its path, its manifest, and a copy of the one before."""
+    path, old = folder / "c", folder / "old"
+    await write_files(storage_at(path, executor), A, OLD)
+    shutil.copy(path / "manifest.json", old)
+    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    return path, path / "manifest.json", old
+
+
 @pytest.mark.parametrize("question", ["version", "read", "peek"])
 async def test_on_fuse_a_manifest_that_was_replaced_is_read_at_once(
     question: str, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel opens what it knows to have the name, until somebody lists the directory."""
-    path = tmp_path / "c"
-    manifest, old = path / "manifest.json", tmp_path / "old"
-    await write_files(storage_at(path, executor), A, OLD)
-    shutil.copy(manifest, old)
-    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    path, manifest, old = await overwritten_at(tmp_path, executor)
     expected = await QUESTIONS[question](path, executor)
     real, real_list, known = os.open, os.listdir, {str(manifest): str(old)}
 
@@ -200,11 +205,7 @@ async def test_smb_is_waited_for_where_data_is_missing(
     tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a second it says that the manifest is there whose data has gone: it is no damage."""
-    path = tmp_path / "c"
-    manifest, old = path / "manifest.json", tmp_path / "old"
-    await write_files(storage_at(path, executor), A, OLD)
-    shutil.copy(manifest, old)
-    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    path, manifest, old = await overwritten_at(tmp_path, executor)
     real, waits = os.open, list[float]()
     known = {str(manifest): str(old)}
 
