@@ -84,12 +84,10 @@ class CheckpointerCore:
             raise ConfigError(f"keep= is a policy such as KeepLast(3), not {shown(keep)}")
         if every is not None and not isinstance(every, SaveEvery):
             raise ConfigError(f"every= is a SaveEvery, not {shown(every)}")
-        for name, value in (
-            ("preempt_deadline_s=", preempt_deadline_s),
-            ("sweep_after_s=", sweep_after_s),
-        ):
-            if value is not None:
-                require_seconds(name, value)
+        if preempt_deadline_s is not None:
+            require_seconds("preempt_deadline_s=", preempt_deadline_s)
+        if sweep_after_s is not None:
+            require_seconds("sweep_after_s=", sweep_after_s)
         if remote_url(root) is None:
             local_path(root)
         self.ending = Ending()
@@ -111,6 +109,7 @@ class CheckpointerCore:
         self._watching: Running[None] | None = None
         self._pace = Pace(every)
         self._asked_s = 0.0
+        self._wanted = ""  # why the last save was asked for, also before this was open
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
 
     # coming and going
@@ -184,6 +183,7 @@ class CheckpointerCore:
         self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
         self._asked_s = self.clock()
         self._stops = Stops(key, self._listener.due_in_s, self._listener.stopped)
+        self._stops.call_last(self._wanted)  # in this order: `preempt` has the other one
         self._signals.start()
         message = [root.path, repr(self._every), self._signals.names]
         if self._second is not None:
@@ -252,16 +252,15 @@ class CheckpointerCore:
         """Start saving a step."""
         from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
-        engine = self.engine
+        engine, upkeep = self.engine, self.upkeep
         try:
             if not self.ending.is_called:  # the last one is tried, whatever has become of others
-                self.upkeep.check()
+                upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
         except Exception as error:  # raised again; the other ranks must not wait for this one
             refuse(engine, engine.next_key("save"), error)
             raise
-        upkeep = self.upkeep
         with upkeep.held(step):  # before it begins: an older one of this step may be due to go
             moments = begin_save(
                 engine,
@@ -316,8 +315,9 @@ class CheckpointerCore:
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""
+        self._wanted = self._wanted or reason or "asked for"
         if self._stops is not None:
-            self._stops.call_last(reason)
+            self._stops.call_last(self._wanted)
 
     def due_in_s(self) -> float | None:
         """Say in how many seconds a save is due by time; `None` if never."""

@@ -13,7 +13,8 @@ import pytest
 from ckptio import sync
 from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.signals import SignalWatch
-from ckptio.testing import run_virtual
+from ckptio.events import Preempted
+from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL
 
@@ -331,6 +332,29 @@ def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
         while not checkpointer._core.ending.is_called:
             os.sched_yield()
     assert checkpointer.preempted
+
+
+@pytest.mark.parametrize("reason", ["going", ""])
+def test_a_call_before_the_block_is_heard_in_it(tmp_path: Path, reason: str) -> None:
+    """A handler of one's own may call while an engine still waits for other ranks."""
+
+    async def body(rank: int, engine: Engine) -> bool:
+        checkpointer = checkpointer_on(engine, tmp_path)
+        if rank == 1:
+            checkpointer.preempt(reason)
+        async with checkpointer:
+            for step in range(10):
+                await asyncio.sleep(0.1)
+                await checkpointer.should_save(step)
+            return checkpointer.preempted
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with engines(2, log=log) as group:
+            assert await on_each(group, body) == [True, True]
+        assert [event.reason for event in log.of(Preempted)] == [reason or "asked for"] * 2
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_ranks_are_told_that_nobody_asks_when_to_save(
