@@ -104,7 +104,8 @@ def _steps(totals: list[int]) -> list[int]:
         ("float32", "0", ConfigError), ("float32", (0, ...), ConfigError),
         ("float32", [1, 2], ConfigError), ("float32", 1.0, ConfigError),
         ("float32", slice("a"), CheckpointError), ("float32", True, ConfigError),
-        ("float32", slice(0, 9, 0), ConfigError),
+        ("float32", slice(0, 9, 0), ConfigError), ("float32", slice(0, 9, 1.0), ConfigError),
+        ("float32", slice(0, 9, np.ones(2)), ConfigError), ("float32", (10**5000,), TargetError),
     ],
 )  # fmt: skip
 def test_an_index_that_does_not_fit_is_refused(

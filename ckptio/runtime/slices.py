@@ -144,7 +144,7 @@ def region_of(name: str, whole: tuple[int, ...], index: Index) -> tuple[Box, tup
         elif -size <= (number := operator.index(part)) < size:
             start, count = number % size, 1
         else:
-            raise TargetError(f"index {part} is outside of {name!r} of shape {whole}")
+            raise TargetError(f"index {shown(part)} is outside of {name!r} of shape {whole}")
         offset.append(start)
         extent.append(count)
     return Box(tuple(offset), tuple(extent)), tuple(shape)
@@ -152,8 +152,8 @@ def region_of(name: str, whole: tuple[int, ...], index: Index) -> tuple[Box, tup
 
 def _check_slice(part: slice) -> None:
     """Refuse steps, and bounds that are no ints."""
-    bounds = (part.start, part.stop)
-    if part.step not in (None, 1) or not all(b is None or _is_int(b) for b in bounds):
+    bounds = (part.start, part.stop, part.step)
+    if not all(b is None or _is_int(b) for b in bounds) or part.step not in (None, 1):
         raise ConfigError(f"load_slice takes slices of ints with steps of 1, not {shown(part)}")
 
 
