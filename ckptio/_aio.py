@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import anyio
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Coroutine, Iterable, Sequence
     from concurrent.futures import Executor
     from types import TracebackType
@@ -218,6 +219,20 @@ async def run_some(
 
     await run_all([work() for _ in items[:max_at_once]], name)
     return [found[index] for index in range(len(items))]
+
+
+async def readable(connection: socket.socket) -> None:
+    """Wait until there is something to read: bytes, descriptors, or somebody to accept.
+
+    `loop.sock_accept` takes a connection also as its caller is cancelled, and keeps it to itself.
+    """
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 class Siblings(asyncio.TaskGroup):

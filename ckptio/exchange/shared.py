@@ -26,7 +26,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING
 
-from ckptio._aio import Siblings
+from ckptio._aio import Siblings, readable
 from ckptio._texts import name_ranks
 from ckptio.errors import PeerLostError
 from ckptio.staging.pool import Slab
@@ -183,7 +183,7 @@ class SharedLink:
             await meet(await _call(f"\0ckptio-{token}-{other}"))
 
         async def answer() -> None:
-            await _readable(listener)
+            await readable(listener)
             connection, _ = listener.accept()
             group.create_task(answer(), name="answer the door")
             await meet(connection)
@@ -222,7 +222,7 @@ class SharedLink:
 
     async def _see(self, connection: socket.socket) -> int:
         """Map the memory of whoever is connected; gives its rank."""
-        await _readable(connection)
+        await readable(connection)
         data, descriptors, flags, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
             if flags & socket.MSG_CTRUNC and not descriptors:
@@ -379,14 +379,3 @@ async def _send(connection: socket.socket, data: bytes, descriptor: int) -> None
             await asyncio.sleep(_RETRY_S)
         else:
             return
-
-
-async def _readable(connection: socket.socket) -> None:
-    """Wait until there is something to read, descriptors included."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(connection, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connection)

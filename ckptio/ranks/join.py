@@ -19,7 +19,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import Siblings, run_blocking
+from ckptio._aio import Siblings, readable, run_blocking
 from ckptio.errors import PeerLostError, RankError
 from ckptio.ranks import frames
 from ckptio.ranks.board import Board, store_host, this_process
@@ -213,10 +213,12 @@ async def _answer(listener: socket.socket, group: Coordinator) -> None:
     listener.settimeout(0)
     while True:
         try:
-            connection, _ = await loop.sock_accept(listener)
+            await readable(listener)
+            connection, _ = listener.accept()
             group.shortage = ""
+            connection.settimeout(0)
             await loop.connect_accepted_socket(group.guest, connection)
-        except ConnectionError:  # who called has gone again
+        except (BlockingIOError, InterruptedError, ConnectionError):  # who called has gone again
             pass
         except OSError as error:
             if not group.shortage:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import socket
@@ -620,6 +621,30 @@ async def test_a_rank_0_that_is_cancelled_as_it_begins_to_listen_leaves_nothing_
     joining = asyncio.create_task(join(place(store, 0), deadlines=LONG, executor=threads))
     with pytest.raises(asyncio.CancelledError):
         await joining
+
+
+async def test_who_calls_as_all_have_come_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Left neither to Python's collector nor to a handler of the loop's errors."""
+    doors, unhandled = list[socket.socket](), list[dict[str, object]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: unhandled.append(said))
+
+    def listen(backlog: int) -> socket.socket:
+        doors.append(listen_everywhere(backlog))
+        return doors[0]
+
+    async def gather(*_: object) -> None:
+        stranger.connect(("127.0.0.1", doors[0].getsockname()[1]))
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("ckptio.ranks.join.listen_everywhere", listen)
+    monkeypatch.setattr(Coordinator, "gather", gather)
+    with socket.socket() as stranger:
+        group = await join(place(store, 0), deadlines=LONG, executor=threads)
+        await group.close()
+    gc.collect()  # what was left says so now
+    assert not unhandled
 
 
 async def test_a_broken_store_is_said_so(threads: Executor) -> None:
