@@ -902,7 +902,8 @@ async def test_rank_0_says_that_it_could_not_answer_others(
         assert [type(error) for error in ended] == [RankError, PeerLostError, PeerLostError]
         assert ended[1].ranks == ended[2].ranks == (0,)
         words = "on rank 0: it could not answer ranks that called: Too many open files"
-        assert sorted(words in str(error) for error in ended) == [False, True, True]
+        assert words in str(ended[0])
+        assert any(words in str(error) for error in ended[1:])  # whoever it could answer
     else:
         assert await together(*(use(group) for group in ended)) == [3, 3, 3]
         await together(*(group.close() for group in ended))
