@@ -257,7 +257,7 @@ def _require_filled(pickles: Sequence[Scanned]) -> None:
         FormatError: There is one.
     """
     state, listed = pickles[-2:]
-    if state.storages != listed.listed:
+    if state.storages != listed.listed or "" in state.storages:
         raise FormatError("its list of storages is not that of its tensors")
 
 

@@ -90,9 +90,10 @@ class Scanned:
         kinds: What has to be made in the place of a class, by its name, for what the pickles do
             to it: a `LIST` takes items, a `DICT` takes keys and values, and a `TENSOR` is what a
             tensor is made to be; `MIXED` is what nothing else can be.
-        storages: Names of the storages that are referred to.
+        storages: Names of the storages that are referred to; an empty one stands for any that is
+            no short text.
         retyped: Names of those that are referred to by more than one type.
-        listed: Short texts that are put into lists.
+        listed: Short texts in the list that the last value is.
     """
 
     nbytes: int
@@ -126,6 +127,7 @@ def scan_pickle(file: IO[bytes]) -> Scanned:
     try:
         machine = _Machine(file)
         without_collection(machine.run)()
+        made = machine.stack[-1]
     except (IndexError, KeyError, UnicodeDecodeError):
         raise FormatError("it is no whole pickle of torch.save") from None
     return Scanned(
@@ -133,7 +135,7 @@ def scan_pickle(file: IO[bytes]) -> Scanned:
         machine.kinds,
         frozenset(machine.storages),
         frozenset(machine.retyped),
-        frozenset(machine.listed),
+        frozenset(machine.texts.get(made, ())),
     )
 
 
@@ -154,7 +156,7 @@ class _Machine:
         self.kinds: dict[str, str] = {}
         self.storages: dict[str, str] = {}  # with the type of each
         self.retyped: set[str] = set()
-        self.listed: set[str] = set()
+        self.texts: dict[_Thing, set[str]] = {}  # in lists
         self._below: list[list[_Thing]] = []
 
     def run(self) -> None:
@@ -257,7 +259,9 @@ class _Machine:
             raise IndexError
         self._is_a(target.maker, kind)
         if kind == LIST:
-            self.listed.update(item.name for item in items if item.kind == "text")
+            texts = [item.name for item in items if item.kind == "text"]
+            if texts:
+                self.texts.setdefault(target, set()).update(texts)
         target.weight = min(_CAP, target.weight + sum(item.weight for item in items))
 
     def pair(self) -> list[_Thing]:
@@ -281,10 +285,11 @@ class _Machine:
     def persistent(self, _: int) -> None:
         """Refer to a storage: "storage", its type, its name, and more."""
         parts = self.stack[-1].parts
+        name, kind = "", ""
         if len(parts) > _KEY and parts[0].name == "storage" and parts[_KEY].kind == "text":
             name, kind = parts[_KEY].name, parts[_TYPE].name
-            if self.storages.setdefault(name, kind) != kind:
-                self.retyped.add(name)
+        if self.storages.setdefault(name, kind) != kind:
+            self.retyped.add(name)
         self.stack[-1] = _Thing("made")
 
     def call(self, _: int) -> None:

@@ -415,6 +415,48 @@ def test_an_old_file_without_the_bytes_of_a_storage_is_refused(tmp_path: Path, c
         sync.load(tmp_path / "x.pt", config=SMALL)
 
 
+def old_tensor(key: bytes) -> bytes:
+    """Pickle a tensor of one byte, in a storage of this name, as before torch 1.6."""
+    storage = text("storage") + b"ctorch\nByteStorage\n" + key + text("cpu") + b"K\x01N"
+    return call(
+        "torch._utils", "_rebuild_tensor_v2", b"(" + storage + b"tQ", b"K\x00", b"K\x01\x85",
+        b"K\x01\x85", b"\x89", call("collections", "OrderedDict"),
+    )  # fmt: skip
+
+
+_FIVE, _SIX, _LONG, _LONGER = text("5"), text("6"), text("a" * 30), text("a" * 31)
+
+
+@pytest.mark.parametrize(
+    ("names", "listed"),
+    [
+        ((_FIVE, b"K\x06"), b"]" + _FIVE + b"a"),
+        ((_FIVE, call("_codecs", "encode", _SIX, text("latin1"))), b"]" + _FIVE + b"a"),
+        ((_LONG, _LONGER), b"]" + _LONG + b"a"),
+        ((_FIVE, _SIX), b"]" + _SIX + b"a]" + _FIVE + b"a"),
+        ((_FIVE, _SIX), b"}" + _FIVE + b"](" + _FIVE + _SIX + b"es"),
+        ((_FIVE, _SIX), b""),
+        ((_FIVE, _SIX), b"](" + _FIVE + _SIX + b"e"),
+    ],
+    ids=["a number", "bytes", "long", "two lists", "a list in a dict", "nothing", "all"],
+)
+def test_an_old_file_tells_all_storages_by_their_names(
+    tmp_path: Path, names: tuple[bytes, bytes], listed: bytes
+) -> None:
+    """Else it has the bytes of one alone, and torch leaves what the memory had in the other."""
+    data = io.BytesIO()
+    torch.save({}, data, _use_new_zipfile_serialization=False)
+    head = data.getvalue().removesuffix(pickle.dumps({}, 2) + pickle.dumps([], 2))
+    state = b"](" + b"".join(map(old_tensor, names)) + b"e"
+    pickles = b"".join(b"\x80\x02" + body + b"." for body in (state, listed))
+    (tmp_path / "x.pt").write_bytes(head + pickles + (struct.pack("<q", 1) + b"\x07") * 2)
+    if listed.startswith(b"]("):
+        assert sync.load(tmp_path / "x.pt", config=SMALL) == [torch.tensor([7])] * 2
+        return
+    with pytest.raises(FormatError, match=r"list of storages|no whole pickle"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_what_pickles_are_made_of_is_read(tmp_path: Path, *, is_zip: bool) -> None:
     """All that has a portable form and that torch loads, and what is referred to often."""
