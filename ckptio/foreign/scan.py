@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _MAX_EACH, _MAX_MORE = 64, 1 << 18
 _CAP = 1 << 60
 _MAX_WORD = 20  # digits of the largest address: what storages were once called by
-_TYPE, _KEY = 1, 2  # where a reference to a storage has its type and its name
+#: Where a reference to a storage has its type, its name, and that of a part of it.
+_TYPE, _KEY, _VIEW = 1, 2, 5
 #: Pickles that a file of before 1.6 begins with: magic, version, system, state, storages.
 NUM_OLD_PICKLES = 5
 
@@ -283,8 +284,15 @@ class _Machine:
             self.kinds[target.maker] = MIXED  # torch gives no state to such a thing
 
     def persistent(self, _: int) -> None:
-        """Refer to a storage: "storage", its type, its name, and more."""
+        """Refer to a storage: "storage", its type, its name, and more.
+
+        Raises:
+            FormatError: It is a part of one as one of its own. A tensor that is larger than a
+                storage of an old file has it moved, and torch leaves parts where it was.
+        """
         parts = self.stack[-1].parts
+        if len(parts) > _VIEW and parts[_VIEW] is not _PLAIN:
+            raise FormatError("it has a part of a storage as another one, as torch writes none now")
         name, kind = "", ""
         if len(parts) > _KEY and parts[0].name == "storage" and parts[_KEY].kind == "text":
             name, kind = parts[_KEY].name, parts[_TYPE].name

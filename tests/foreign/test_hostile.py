@@ -415,13 +415,23 @@ def test_an_old_file_without_the_bytes_of_a_storage_is_refused(tmp_path: Path, c
         sync.load(tmp_path / "x.pt", config=SMALL)
 
 
-def old_tensor(key: bytes) -> bytes:
-    """Pickle a tensor of one byte, in a storage of this name, as before torch 1.6."""
-    storage = text("storage") + b"ctorch\nByteStorage\n" + key + text("cpu") + b"K\x01N"
+def old_tensor(key: bytes, part: bytes = b"N", num_elements: bytes = b"K\x01") -> bytes:
+    """Pickle a tensor in a storage of one byte, of this name, as before torch 1.6."""
+    storage = text("storage") + b"ctorch\nByteStorage\n" + key + text("cpu") + b"K\x01" + part
     return call(
-        "torch._utils", "_rebuild_tensor_v2", b"(" + storage + b"tQ", b"K\x00", b"K\x01\x85",
+        "torch._utils", "_rebuild_tensor_v2", b"(" + storage + b"tQ", b"K\x00",
+        num_elements + b"\x85",
         b"K\x01\x85", b"\x89", call("collections", "OrderedDict"),
     )  # fmt: skip
+
+
+def old_file(state: bytes, listed: bytes, storages: list[bytes]) -> bytes:
+    """Give a file as before torch 1.6, of pickles without their ends."""
+    data = io.BytesIO()
+    torch.save({}, data, _use_new_zipfile_serialization=False)
+    head = data.getvalue().removesuffix(pickle.dumps({}, 2) + pickle.dumps([], 2))
+    pickles = [b"\x80\x02" + body + b"." for body in (state, listed)]
+    return head + b"".join([*pickles, *(struct.pack("<q", len(raw)) + raw for raw in storages)])
 
 
 _FIVE, _SIX, _LONG, _LONGER = text("5"), text("6"), text("a" * 30), text("a" * 31)
@@ -444,16 +454,21 @@ def test_an_old_file_tells_all_storages_by_their_names(
     tmp_path: Path, names: tuple[bytes, bytes], listed: bytes
 ) -> None:
     """Else it has the bytes of one alone, and torch leaves what the memory had in the other."""
-    data = io.BytesIO()
-    torch.save({}, data, _use_new_zipfile_serialization=False)
-    head = data.getvalue().removesuffix(pickle.dumps({}, 2) + pickle.dumps([], 2))
     state = b"](" + b"".join(map(old_tensor, names)) + b"e"
-    pickles = b"".join(b"\x80\x02" + body + b"." for body in (state, listed))
-    (tmp_path / "x.pt").write_bytes(head + pickles + (struct.pack("<q", 1) + b"\x07") * 2)
+    (tmp_path / "x.pt").write_bytes(old_file(state, listed, [b"\x07", b"\x07"]))
     if listed.startswith(b"]("):
         assert sync.load(tmp_path / "x.pt", config=SMALL) == [torch.tensor([7])] * 2
         return
     with pytest.raises(FormatError, match=r"list of storages|no whole pickle"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_a_part_of_an_old_storage_is_refused_as_another_one(tmp_path: Path) -> None:
+    """A tensor has torch move the storage, and it leaves the part where the storage was."""
+    part = b"(" + text("6") + b"K\x00K\x01t"
+    state = b"](" + old_tensor(_FIVE, part) + old_tensor(_FIVE, num_elements=b"M\x00\x10") + b"e"
+    (tmp_path / "x.pt").write_bytes(old_file(state, b"]" + _FIVE + b"a", [bytes(4096)]))
+    with pytest.raises(FormatError, match="part of a storage"):
         sync.load(tmp_path / "x.pt", config=SMALL)
 
 
