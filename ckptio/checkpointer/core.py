@@ -37,7 +37,7 @@ from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
 from ckptio.plan.schedule import SaveEvery
 from ckptio.runtime.leaving import not_open
-from ckptio.runtime.refusal import refuse
+from ckptio.runtime.refusal import refusing
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
 
@@ -162,12 +162,14 @@ class CheckpointerCore:
             What to run on the engine's loop before anything else.
         """
         context = engine.context
-        root = self.make_root(
-            self._given_root, engine.config, context.executor, engine.emit, context.stores
-        )
+        with refusing(engine, "checkpointer"):
+            root = self.make_root(
+                self._given_root, engine.config, context.executor, engine.emit, context.stores
+            )
+            if self._second is not None:
+                self._second.open(engine, self.make_root)
+            self._signals.start()
         keeper = Keeper(root, context.executor, engine.emit)
-        if self._second is not None:
-            self._second.open(engine, self.make_root)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
         self.ending.is_alone = context.ranks.world_size == 1
@@ -184,7 +186,6 @@ class CheckpointerCore:
         self._asked_s = self.clock()
         self._stops = Stops(key, self._listener.due_in_s, self._listener.stopped)
         self._stops.call_last(self._wanted)  # in this order: `preempt` has the other one
-        self._signals.start()
         message = [root.path, repr(self._every), self._signals.names]
         if self._second is not None:
             return functools.partial(self._second.meet, root, key, message)
@@ -253,14 +254,11 @@ class CheckpointerCore:
         from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
         engine, upkeep = self.engine, self.upkeep
-        try:
+        with refusing(engine, "save"):
             if not self.ending.is_called:  # the last one is tried, whatever has become of others
                 upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
-        except Exception as error:  # raised again; the other ranks must not wait for this one
-            refuse(engine, engine.next_key("save"), error)
-            raise
         with upkeep.held(step):  # before it begins: an older one of this step may be due to go
             moments = begin_save(
                 engine,

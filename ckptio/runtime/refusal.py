@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from ckptio.errors import EngineClosedError, RankError, SaveAbortedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckptio.engine.context import EngineContext
     from ckptio.runtime.core import EngineCore
 
@@ -35,6 +37,21 @@ def refuse(core: EngineCore, key: str, error: BaseException) -> None:
     with contextlib.suppress(EngineClosedError):
         if core.context.ranks.world_size > 1:
             core.submit(tell, f"fail {key}", in_flow=True)
+
+
+@contextlib.contextmanager
+def refusing(core: EngineCore, name: str) -> Iterator[None]:
+    """Have the other ranks hear of an error of the block, which comes before what ranks do.
+
+    Args:
+        core: The engine.
+        name: Of what they do, as `next_key` takes it.
+    """
+    try:
+        yield
+    except Exception as error:  # raised again; the other ranks must not wait for this one
+        refuse(core, core.next_key(name), error)
+        raise
 
 
 async def say_absent(context: EngineContext, key: str, error: BaseException) -> None:

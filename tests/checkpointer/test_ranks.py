@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ckptio import (
     CheckpointNotFoundError,
+    ConfigError,
     KeepLast,
     PerRank,
     RankError,
@@ -88,6 +89,25 @@ def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
 
     run_virtual(scenario(), seed=seed)
     assert committed_steps(tmp_path) == [9]
+
+
+def test_what_cannot_be_opened_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
+    """Nobody waits for the rank that does not come, and all may try once more."""
+
+    async def scenario() -> None:
+        async def body(rank: int, engine: Engine) -> None:
+            root = "nonesuch://run" if rank == 1 else tmp_path
+            with pytest.raises(ConfigError if rank == 1 else RankError, match="nonesuch"):
+                async with checkpointer_on(engine, root):
+                    pass
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                assert await ckpt.latest() is None
+
+        async with engines(3) as group:
+            assert await on_each(group, body) == [None] * 3
+        assert asyncio.get_running_loop().time() < 10
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(at_s=st.floats(0, 3), who=st.integers(0, 2), seed=seeds)
