@@ -137,9 +137,7 @@ async def bring(
         with slab.view[: segment.nbytes] as room:
             await source.read_into(segment.start, room)
         landing = (segment, slab, None, reading, pending)
-        damage = await run_unless_cancelled(
-            context.copiers, check_and_land, *landing, keep=keep, repeats=True
-        )
+        damage = await run_unless_cancelled(context.copiers, check_and_land, *landing, repeats=True)
         for error in damage:  # nothing was landed of these blocks, and no device reads them
             start, stop = error.start - segment.start, error.stop - segment.start
             with slab.view[start:stop] as room:

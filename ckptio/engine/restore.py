@@ -71,7 +71,7 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
         tree = numbered_below(tree)
     if request.keep is not None:
         tree = prune(tree, request.keep)
-    restoration = Restoration(has_values=request.keep is None or tree != {})
+    restoration = Restoration(has_values=tree != {})
     tensors: dict[int, torch.Tensor] = {}
     kinds: dict[int, _Kind] = {}
     # scales and codes mean something in their own type alone
