@@ -314,6 +314,8 @@ HUNGRY = {
     "bytearray by its old name": call("__builtin__", "bytearray", number(1 << 33)),
     "bytes": call("builtins", "bytes", number(1 << 33)),
     "bytearray of a tensor": call("builtins", "bytearray", _WIDE),
+    "bytearray of a list": b"cbuiltins\nbytearray\n]" + number(1 << 20) + b"aR",
+    "bytes in a wide encoding": call("_codecs", "encode", text("a"), text("utf-32")),
     "bytes of bytes": call("_codecs", "encode", call("_codecs", "encode", text("a"), text("hex"))),
     "Tensor": call("torch", "Tensor", number(1 << 31)),
     "FloatTensor": call("torch", "FloatTensor", number(1 << 31)),
@@ -323,7 +325,8 @@ HUNGRY = {
     "set of a tensor": call("builtins", "set", _WIDE),
     "Size of a tensor": call("torch", "Size", _WIDE),
     "copy": call(
-        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _WIDE, b"ctorch\nfloat64\n",
+        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor",
+        _WIDE.replace(number(1 << 32), number(1 << 20)), b"ctorch\nfloat64\n",
         text("cpu"), b"\x89",
     ),
     "called by another": call(
@@ -333,7 +336,8 @@ HUNGRY = {
     "a tuple": _LAUGHS,
     "a list": _LISTS,
     "a key": b"}" + _LAUGHS + b"Ns",
-    "keys": b"}(" + _LAUGHS + b"Nu",
+    "keys": b"}(NN" + _LAUGHS + b"Nu",
+    "keys of a state": call("collections", "OrderedDict") + b"((" + _LAUGHS + b"Nttb",
     "an element": call("builtins", "set", b"](" + _LAUGHS + b"e"),
     "many copies": b"]" + text("a" * 100_000) + b"q\x00a("
     + call("_codecs", "encode", b"h\x00", text("latin1")) * 2000 + b"e",
@@ -479,6 +483,8 @@ def test_what_pickles_are_made_of_is_read(tmp_path: Path, *, is_zip: bool) -> No
     state: Any = {
         "bytes": [b"abc\xff" * 1000, bytearray(b"abc\xff"), bytearray()],
         "often": [often] * 1000,
+        "keys": [{"a" * 20_000: n} for n in range(150)],
+        "many": [0] * 300_000,
         "words": [torch.Size((2, 3)), torch.float16, torch.device("cpu"), 1 + 2j],
         "counts": collections.Counter("abca"),
         "parameter": torch.nn.Parameter(torch.ones(2)),
