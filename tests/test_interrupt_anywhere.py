@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 import weakref
+from _thread import start_new_thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -605,10 +607,44 @@ def test_what_no_interrupt_reaches_is_run_here_where_its_thread_ends_as_it_begin
 
     waiter = threading.Thread(target=wait, daemon=True)
     monkeypatch.setattr("ckptio.runtime.aside.start_new_thread", lambda *_: None)
-    monkeypatch.setattr("ckptio.runtime.aside._PATIENCE_S", 0.001)
+    monkeypatch.setattr("ckptio.runtime.aside._TURN_S", 0.001)
     waiter.start()
     waiter.join(10)
     assert ran == [waiter.ident]
+
+
+def test_a_thread_that_had_no_turn_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time has passed, but another thread had the interpreter, or the process was stopped."""
+    ran: list[int] = []
+    waits_again = threading.Event()
+
+    class Late:
+        """A lock, and the first time that somebody waits for it is over as it begins."""
+
+        num_waits = 0
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self.release = self._lock.release
+
+        def acquire(self, *, blocking: bool = True, timeout: float = -1) -> bool:
+            if timeout >= 0:
+                Late.num_waits += 1
+                if Late.num_waits == 1:
+                    return False
+                waits_again.set()
+            return self._lock.acquire(blocking, timeout)
+
+    def start(function: Callable[..., object], args: tuple[object, ...]) -> int:
+        return start_new_thread(lambda: waits_again.wait(10) and function(*args), ())
+
+    seen = SimpleNamespace(Lock=Late, Thread=threading.Thread)
+    monkeypatch.setattr("ckptio.runtime.aside.threading", seen)
+    monkeypatch.setattr("ckptio.runtime.aside.start_new_thread", start)
+    monkeypatch.setattr("ckptio.runtime.aside._TURN_S", 10)
+    run_uninterrupted(lambda: ran.append(threading.get_ident()), "test", lambda: None)
+    assert len(ran) == 1
+    assert ran != [threading.get_ident()]
 
 
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: After so long it is looked whether a thread that was begun has come to its function.
-_PATIENCE_S = 5.0
+#: How long a thread that was begun may take to come to its function: so many times so long. It has
+#: its turn in each, where another one keeps the interpreter for longer, or all were stopped.
+_NUM_TURNS, _TURN_S = 50, 0.1
 #: What is run aside: a lock of each that is released when it has ended. A forked child has none.
 _ASIDE: set[threading.Lock] = set()
 os.register_at_fork(after_in_child=_ASIDE.clear)
@@ -60,8 +61,11 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
 
     def begin_and_wait() -> None:
         _begin(run, name)
+        num_turns = 0
         while not errors:
-            if not ended.acquire(timeout=_PATIENCE_S):
+            is_late = not ended.acquire(timeout=_TURN_S if num_turns < _NUM_TURNS else -1)
+            num_turns += is_late
+            if is_late and num_turns == _NUM_TURNS:
                 run()  # unless a thread does: where memory ends, one may end as it begins
 
     try:
