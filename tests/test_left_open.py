@@ -14,6 +14,7 @@ import pytest
 import ckptio
 from ckptio import ConfigError, Engine, sync
 from ckptio.events import SaveProgressed
+from ckptio.runtime import leaving
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -180,6 +181,25 @@ def test_an_engine_that_nobody_has_ends(
     gate.engine = engine if is_circle else None
     del engine, gate
     gc.collect()
+
+
+def test_an_engine_that_nobody_has_ends_when_threads_begin_again(
+    loops: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of threads none closes it; it is tried once more."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse_first(thread: threading.Thread) -> None:
+        if thread.name == "ckptio-leave" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(leaving, "_RETRY_S", 0.0)
+    monkeypatch.setattr(threading.Thread, "start", refuse_first)
+    opened(loops)
+    has_ended(*loops)
+    assert refused
 
 
 def test_a_checkpointer_that_nobody_has_ends(tmp_path: Path, loops: list[threading.Thread]) -> None:
