@@ -194,6 +194,9 @@ class ObjectPlace:
     async def list(self) -> Listing:
         """List what lies here; without uploads, and with an event, where those may not be seen.
 
+        What is called as the prefix itself is none of it: SeaweedFS lists that for a few minutes
+        where everything was removed, and consoles make one for a directory.
+
         Raises:
             StorageError: It cannot be listed.
         """
@@ -201,6 +204,7 @@ class ObjectPlace:
         objects = await self.requests.must(
             "list", prefix, lambda: self.store.list(prefix, below=False)
         )
+        objects = [info for info in objects if info.key != prefix]
         near = [upload for upload in await self._uploads() if "/" not in upload.key[len(prefix) :]]
         return Listing(tuple(objects), tuple(near))
 

@@ -1119,3 +1119,19 @@ def test_a_manifest_that_cannot_be_read_and_goes_is_none() -> None:
         assert await ObjectPlace("c", prefix, store, requests, EventLog()).present() is None
 
     run_virtual(scenario(), seed=0)
+
+
+def test_what_stands_for_an_empty_directory_is_no_object() -> None:
+    """Some stores list a key that is the prefix itself, where all below it was removed."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket)
+        _, requests, prefix = await object_storage(store).reach()
+        place = ObjectPlace("c", prefix, store, requests, EventLog())
+        bucket.put(f"{prefix}/", b"")
+        assert (await place.list()).objects == ()
+        bucket.put(f"{prefix}/a", b"")
+        assert [info.key for info in (await place.list()).objects] == [f"{prefix}/a"]
+
+    run_virtual(scenario(), seed=0)
