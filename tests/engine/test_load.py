@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -27,6 +28,7 @@ from ckptio.format.checksum import unpack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.state.tree import walk
 from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, run_virtual
+from tests.job_rig import job, shards_of
 from tests.rig import (
     SMALL,
     assert_same,
@@ -392,15 +394,19 @@ def test_events_tell_the_course_of_a_load() -> None:
 
     async def scenario() -> None:
         async with inline_engine({"memory": MemoryStorage()}, SMALL, log) as engine:
-            await saved(engine, [100 * KiB, 10])
+            info = await engine.save(random_state([100 * KiB, 10]), "memory")
+            began_s = time.perf_counter()
             await engine.load("memory")
+            took_s = time.perf_counter() - began_s
+            (started,) = log.of(LoadStarted)
+            (finished,) = log.of(LoadFinished)
+            assert (started.num_tensors, started.num_files) == (2, info.num_files)
+            assert started.path == finished.path == "memory"
+            assert 0 < finished.elapsed_s <= took_s
+            assert started.nbytes == finished.nbytes == log.of(ReadProgressed)[-1].read_nbytes
+            assert 100 * KiB < started.nbytes < 110 * KiB
 
     run_virtual(scenario(), seed=0)
-    (started,) = log.of(LoadStarted)
-    (finished,) = log.of(LoadFinished)
-    assert started.num_tensors == 2
-    assert started.nbytes == finished.nbytes == log.of(ReadProgressed)[-1].read_nbytes
-    assert 100 * KiB < started.nbytes < 110 * KiB
 
 
 def test_a_slice_reads_little_more_than_its_bytes() -> None:
@@ -469,6 +475,30 @@ def test_a_slice_of_what_changed_as_it_was_read_is_given_to_nobody() -> None:
                 storage.fault = None
                 part = await engine.load_slice("memory", "t", slice(9))
                 assert torch.equal(part, torch.arange(9))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_slice_needs_the_files_that_hold_it_alone() -> None:
+    """What another rank wrote of the tensor may be gone."""
+    tensor = torch.arange(64 * KiB).reshape(64, 1024)
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        async with job(2, storage, SMALL) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save({"t": shards_of(tensor, (2, 1))[rank]}, "memory")
+
+            await ranks.all(save)
+        assert storage.manifest is not None
+        files = {entry.rank: entry.name for entry in decode_manifest(storage.manifest).files}
+        del storage.files[files[1]]
+        async with inline_engine({"memory": storage}) as engine:
+            part = await engine.load_slice("memory", "t", (slice(3, 32), slice(7)))
+            assert torch.equal(part, tensor[3:32, :7])
+            with pytest.raises(CorruptionError, match="no such regular file"):
+                await engine.load_slice("memory", "t", slice(3, 33))
 
     run_virtual(scenario(), seed=0)
 
