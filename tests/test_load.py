@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -16,17 +17,21 @@ from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    CorruptionError,
     FormatError,
     MismatchError,
     TargetError,
     UnsupportedLeafError,
 )
+from ckptio.events import LoadStarted
 from tests.loads import BLOCK, blank, sample, tensors_of
 from tests.strategies import SMALL, TORCH_DTYPES, Color, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from ckptio.events import Event
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,30 @@ def test_autograd_sees_that_a_target_has_changed(
     before = weight._version
     engine.load(tmp_path / "c", {"w": weight})
     assert weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_autograd_sees_that_a_target_changes_meanwhile(tmp_path: Path, *, is_damaged: bool) -> None:
+    """A graph of values that a load is about to change, also one that fails, computes nothing."""
+    weight = torch.full((3, 40_000), 2.0, requires_grad=True)
+    losses: list[torch.Tensor] = []
+
+    def compute(event: Event) -> None:
+        if isinstance(event, LoadStarted):
+            losses.append((weight * weight).sum())
+
+    with sync.Engine(SMALL, observer=compute) as engine:
+        engine.save({"w": torch.ones(3, 40_000)}, tmp_path / "c")
+        if is_damaged:
+            (file,) = (tmp_path / "c").glob("*.safetensors")
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        with pytest.raises(CorruptionError) if is_damaged else contextlib.nullcontext():
+            engine.load(tmp_path / "c", {"w": weight})
+    (loss,) = losses
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
