@@ -465,6 +465,23 @@ async def test_an_observer_cannot_wait_for_its_own_engine(tmp_path: Path) -> Non
     assert len(given) == 3
 
 
+async def test_an_observer_cannot_save_with_its_own_engine(tmp_path: Path) -> None:
+    """Nothing begins, and nothing is kept of it."""
+    num_kept: list[int] = []
+
+    def save(event: Event) -> None:
+        if isinstance(event, SaveStaged):
+            before = len(engine._core.saves)
+            with pytest.raises(ConfigError, match="own thread"):
+                engine.save({"w": torch.zeros(3)}, tmp_path / "d")
+            num_kept.append(len(engine._core.saves) - before)
+
+    async with ckptio.Engine(SMALL, observer=save) as engine:
+        await engine.save({"w": torch.zeros(3)}, tmp_path / "c")
+    assert num_kept == [0]
+    assert not (tmp_path / "d").exists()
+
+
 async def test_two_real_saves_keep_their_own_contents(tmp_path: Path) -> None:
     """The source changes after each is staged, while the disk still writes."""
     sizes = [100_000, 30_000, 7]
