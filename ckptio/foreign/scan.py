@@ -293,6 +293,9 @@ class _Machine:
         parts = self.stack[-1].parts
         if len(parts) > _VIEW and parts[_VIEW] is not _PLAIN:
             raise FormatError("it has a part of a storage as another one, as torch writes none now")
+        if parts and parts[0].kind == "text" and parts[0].name != "storage":
+            self.stack[-1] = _Thing("made")  # a module's class, which torch refuses by its name
+            return
         name, kind = "", ""
         if len(parts) > _KEY and parts[0].name == "storage" and parts[_KEY].kind == "text":
             name, kind = parts[_KEY].name, parts[_TYPE].name
