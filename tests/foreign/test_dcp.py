@@ -219,6 +219,18 @@ def lies() -> dict[str, Any]:
         for key, value in changes.items():
             setattr(entry, key, value)
 
+    def shift(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["model.embed.weight"]
+        entry.chunks[0].offsets = torch.Size((1, 0))
+        places = metadata.storage_data
+        places[MetadataIndex("model.embed.weight", (1, 0))] = places.pop(
+            MetadataIndex("model.embed.weight", (0, 0))
+        )
+
+    def widen(metadata: Metadata) -> None:
+        info = max(metadata.storage_data.values(), key=lambda info: int(info.offset))
+        info.offset, info.length = 0, info.offset + info.length
+
     return {
         "a path": lambda m: place(m, relative_path="../x"),
         "no name": lambda m: place(m, relative_path=""),
@@ -231,12 +243,21 @@ def lies() -> dict[str, Any]:
         "transformed": lambda m: place(m, transform_descriptors=["zstd"]),
         "no place": lambda m: m.storage_data.clear(),
         "no table": lambda m: setattr(m, "storage_data", None),
+        "no tensors": lambda m: setattr(m, "state_dict_metadata", None),
+        "a place twice": lambda m: m.storage_data.update(
+            {MetadataIndex("epoch"): m.storage_data[MetadataIndex("name")]}
+        ),
+        "a place over others": widen,
+        "outside of its tensor": shift,
         "a place of nothing": lambda m: m.storage_data.update(x=StorageMeta()),
         "a place that is none": lambda m: m.storage_data.update({MetadataIndex("x"): 3}),
         "another type": lambda m: tensor(m, properties=TensorProperties(dtype=torch.float64)),
         "no type": lambda m: tensor(m, properties=None),
         "a bad size": lambda m: tensor(m, size=(-1, 2)),
+        "no size": lambda m: tensor(m, size=None),
         "no chunks": lambda m: tensor(m, chunks=[]),
+        "no list of chunks": lambda m: tensor(m, chunks=None),
+        "a chunk that is none": lambda m: tensor(m, chunks=[3]),
         "neither": lambda m: m.state_dict_metadata.update(x="y"),
         "a path twice": lambda m: m.planner_data.update({"epoch": ("name",)}),
         "a path through a value": lambda m: m.planner_data.update({"epoch": ("name", "x")}),
@@ -258,6 +279,43 @@ def test_metadata_that_lies_is_refused_before_any_target_changes(folder: Path, c
         with pytest.raises(FormatError):
             sync.load_with_report(folder, target, strict="ignore", config=SMALL)
         assert all(not t.any() for t in target["model"].values())
+
+
+def test_what_other_planners_keep_has_no_effect(folder: Path) -> None:
+    """All that says where names belong in the state is a path of keys; others have their names."""
+    metadata = read_metadata(folder)
+    others = {"epoch": (), "name": "x", "optim.betas": ("x", 1.5), "model.scalar": ["x", "y"]}
+    metadata.planner_data = others
+    write_metadata(folder, metadata)
+    assert sync.load(folder, config=SMALL).keys() == metadata.state_dict_metadata.keys()
+
+
+@pytest.mark.parametrize("case", ["as it is", "no tensor", "type", "shape", "sparse"])
+def test_a_chunk_that_torch_loads_has_to_be_what_the_metadata_says(
+    tmp_path: Path, case: str
+) -> None:
+    """As one of which the bytes are found: a parameter has a form that nobody else reads."""
+    w = torch.ones(3)
+    folder, data = save_dcp(tmp_path / "dcp", {"w": w}), io.BytesIO()
+    cases: dict[str, Any] = {
+        "as it is": w,
+        "no tensor": "w" * 100,
+        "type": w.half(),
+        "shape": w[:1].expand(4),
+    }
+    made = cases.get(case, w.to_sparse())
+    is_dense = isinstance(made, torch.Tensor) and not made.is_sparse
+    torch.save(torch.nn.Parameter(made) if is_dense else made, data)
+    metadata = read_metadata(folder)
+    (info,) = metadata.storage_data.values()
+    info.offset, info.length = 0, len(data.getvalue())
+    (folder / info.relative_path).write_bytes(data.getvalue())
+    write_metadata(folder, metadata)
+    if case == "as it is":
+        assert torch.equal(sync.load(folder, config=SMALL)["w"], w)
+        return
+    with pytest.raises(FormatError, match="'w': not the tensor"):
+        sync.load(folder, config=SMALL)
 
 
 def test_a_file_that_was_cut_is_noticed_before_any_target_changes(folder: Path) -> None:
