@@ -84,6 +84,26 @@ def test_ties_and_views_stay(tmp_path: Path) -> None:
     assert torch.equal(found["rows"], base[1:])
 
 
+@pytest.mark.parametrize(
+    ("versions", "is_kept"),
+    [
+        ({"": {"version": 1}, "a": {"norm": {"w.version": 1, "b": "x"}, "n": None}}, True),
+        (3, False),
+        ({"": {}, "a": 3}, False),
+        ({"": {"version": 1, "w": [1]}}, False),
+        ({"": {"norm": {"w.version": 1, "b": [1]}}}, False),
+    ],
+)
+def test_versions_of_modules_come_along(tmp_path: Path, versions: object, *, is_kept: bool) -> None:
+    """And nothing else that a state of modules has for an attribute of their name."""
+    state = torch.nn.Linear(2, 3).state_dict()
+    state._metadata = versions  # type: ignore[attr-defined]  # torch's own
+    torch.save({"m": state}, tmp_path / "x.pt")
+    found: Any = sync.load(tmp_path / "x.pt", config=SMALL)["m"]
+    assert_same_state(dict(found), dict(state))
+    assert getattr(found, "_metadata", None) == (versions if is_kept else None)
+
+
 def test_types_of_tensors_without_elements_stay_in_one_storage(tmp_path: Path) -> None:
     """Of a file that it maps, torch would make both of the first one's type."""
     empty, path = torch.empty((0, 2), dtype=torch.uint8), tmp_path / "state.pt"
