@@ -100,6 +100,20 @@ def test_an_engine_sees_that_a_file_was_replaced(file: Path) -> None:
             engine.load(file)
 
 
+def test_an_engine_sees_that_an_index_was_replaced(folder: Path) -> None:
+    """Though none of the files was that it names; the newest of these says when it was made."""
+    index = folder / "model.safetensors.index.json"
+    for name, modified_s in zip(sorted(folder.glob("*.safetensors")), (86_400, 0), strict=True):
+        os.utime(name, (modified_s, modified_s))
+    with sync.Engine(SMALL) as engine:
+        assert engine.inspect(folder).created.startswith("1970-01-02T00:00:00")
+        said = json.loads(index.read_text())
+        said["weight_map"]["ghost"] = said["weight_map"]["scalar"]
+        index.write_text(json.dumps(said))
+        with pytest.raises(FormatError, match="'ghost'"):
+            engine.load(folder)
+
+
 def test_inspect_says_what_is_there_and_verify_that_it_cannot_know(file: Path) -> None:
     """There are no checksums: nothing claims to have compared any."""
     manifest = sync.inspect(file, config=SMALL)
@@ -250,7 +264,8 @@ def test_a_file_that_was_cut_is_refused_before_any_target_changes(file: Path, nb
 )
 def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> None:
     """It is anybody's file."""
-    save_file({"w": torch.ones(1)}, folder.parent / "secret.safetensors")
+    for path in (folder.parent / "secret.safetensors", folder / "x.bin"):
+        save_file({"w": torch.ones(1)}, path)
     index = {"weight_map": {"w": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError):
