@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -154,9 +156,12 @@ async def test_who_does_not_come_is_named_by_all(
     assert str(errors[0]).startswith("rank 1 did not come within 0.")
     began_s = time.monotonic()
     monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.1)
-    with pytest.raises(PeerLostError, match="rank 0 waits no longer: rank 1 did not come"):
+    with pytest.raises(PeerLostError, match="rank 0 waits no longer: rank 1 did not") as caught:
         await join(place(store, 1), deadlines=LONG, executor=threads)
+    assert (caught.value.ranks, list(caught.value.causes)) == ((0,), [0])
     assert time.monotonic() - began_s < LONG.meet_s / 2
+    with pytest.raises(PeerLostError, match=r"^rank 0 did not come within"):  # that is no news now
+        await join(place(store, 1), deadlines=SHORT, executor=threads)
 
 
 async def test_what_another_version_says_in_the_store_is_refused_as_such(
@@ -191,6 +196,70 @@ async def test_who_has_met_waits_for_nobody(
     assert all(call.cancelled() for call in waits)
     assert not caplog.messages
     await together(*(g.close() for g in group))
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+async def test_ranks_meet_though_rank_0_knows_no_address_of_its_own(
+    store: Any, threads: Executor, hosts: tuple[str, str]
+) -> None:
+    """On its own machine, and on that of the store, which all of them reach."""
+
+    class NamedStore:
+        host = "127.0.0.1" if len(set(hosts)) == 2 else ""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    places = [place(NamedStore(), r, 2, host=hosts[r], addresses=[]) for r in range(2)]
+    deadlines = Deadlines(peer_s=2, meet_s=5)
+    groups = await together(*(join(p, deadlines=deadlines, executor=threads) for p in places))
+    assert await together(*map(use, groups)) == [2, 2]
+    await together(*(group.close() for group in groups))
+
+
+async def test_a_store_is_asked_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """And once more when the time is over, no later."""
+    pauses_s, sleep = list[float](), asyncio.sleep
+
+    async def pause(time_s: float) -> None:
+        pauses_s.append(time_s)
+        await sleep(time_s)
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr("ckptio.ranks.search._FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr("ckptio.ranks.search._MAX_PAUSE_S", 0.08)
+    with pytest.raises(PeerLostError):
+        await join(place(store, 1), deadlines=SHORT, executor=threads)
+    assert pauses_s[:-1] == [0.02, 0.04, 0.08, 0.08, 0.08, 0.08, 0.08][: len(pauses_s) - 1]
+    assert pauses_s[-1] < 0.08
+
+
+async def test_who_comes_when_all_have_met_is_told_that_nobody_waits(
+    store: Any, threads: Executor
+) -> None:
+    """As a rank that was started again alone: nobody knocks at a port that is closed."""
+    groups = await together(
+        *(join(place(store, r, 2), deadlines=LONG, executor=threads) for r in range(2))
+    )
+    with pytest.raises(PeerLostError, match=r"^rank 0 did not come within 0\.5 s; every"):
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+    await together(*(group.close() for group in groups))
+
+
+async def test_a_rank_0_that_does_not_begin_is_waited_for_no_longer_than_it_is_looked_for(
+    store: Any, threads: Executor
+) -> None:
+    """It is there, and was told to wait longer, by a variable that only it has."""
+    tight, patient = Deadlines(peer_s=0.5, meet_s=0.2), Deadlines(peer_s=0.5, meet_s=20)
+    leading = asyncio.create_task(join(place(store, 0), deadlines=patient, executor=threads))
+    while not store.check(["ckptio/g/3/meeting/1"]):
+        await asyncio.sleep(0.001)
+    with pytest.raises(PeerLostError, match=r"rank 0: lost, it did not begin within 0\.2 s"):
+        await join(place(store, 1), deadlines=tight, executor=threads)
+    leading.cancel()
+    await asyncio.wait((leading,))
 
 
 async def test_a_rank_0_that_does_not_come_is_named(
@@ -339,6 +408,44 @@ async def test_who_was_told_of_a_failure_waits_for_the_next_engine_as_for_the_fi
     await together(*(task.result().close() for task in ranks))
 
 
+async def test_nor_is_it_told_where_nobody_comes(store: Any, threads: Executor) -> None:
+    """It would pass for what this rank 0 said."""
+    leave(store, 2, Meeting(process="old", at_s=process_began_s() - 60, gone="it was cancelled"))
+    with pytest.raises(PeerLostError, match=r"^rank 0 did not come within 0\.5 s; every"):
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+
+
+async def test_who_waits_with_rank_0_needs_the_store_no_more(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """A look that fails says nothing of rank 0."""
+    monkeypatch.setattr("ckptio.ranks.search._WATCH_S", 0.01)
+
+    class LostStore(WatchedStore):
+        """Of a rank that was cut off from it when it had found rank 0."""
+
+        def add(self, key: str, amount: int) -> int:
+            number = super().add(key, amount)
+            if number and self.found:
+                raise RuntimeError("the store was lost")
+            self.found = bool(number)
+            return number
+
+        found = False
+
+    lost = LostStore(store)
+    async with asyncio.TaskGroup() as tasks:
+        ranks = [tasks.create_task(join(place(store, 0), deadlines=LONG, executor=threads))]
+        while not store.check(["ckptio/g/3/meeting/1"]):
+            await asyncio.sleep(0.001)
+        ranks.append(tasks.create_task(join(place(lost, 1), deadlines=LONG, executor=threads)))
+        await lost.looked(4)
+        ranks.append(tasks.create_task(join(place(store, 2), deadlines=LONG, executor=threads)))
+    groups = [task.result() for task in ranks]
+    assert await together(*map(use, groups)) == [3, 3, 3]
+    await together(*(group.close() for group in groups))
+
+
 async def test_who_waits_with_a_rank_0_of_an_earlier_attempt_goes_over_to_the_new_one(
     monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
@@ -447,14 +554,16 @@ async def test_an_address_that_is_none_is_as_one_that_does_not_answer(
     await together(*(group.close() for group in groups))
 
 
+@pytest.mark.parametrize("deadlines", [SHORT, Deadlines(peer_s=0.4, meet_s=20)])
 async def test_a_host_that_has_died_is_waited_for_no_longer_than_ranks_are(
-    store: Any, threads: Executor
+    store: Any, threads: Executor, deadlines: Deadlines
 ) -> None:
     """However long it may take to answer."""
     async with dead_hosts(1) as (addresses, port):
         leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=addresses, port=port))
-        with pytest.raises(PeerLostError, match=r"127\.0\.0\.2: no answer within 0\.[1-5]"):
-            await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+        async with asyncio.timeout(10):
+            with pytest.raises(PeerLostError, match=r"127\.0\.0\.2: no answer within 0\.[1-5]"):
+                await join(place(store, 1, 2), deadlines=deadlines, executor=threads)
 
 
 async def test_a_last_look_that_is_cut_short_hides_nothing_found_before(
@@ -516,7 +625,7 @@ async def test_an_address_that_looks_old_is_told_where_nobody_else_comes(
         PeerLostError, match=r"did not come within 0\.5 s.*reached on port 1"
     ) as told:
         await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
-    assert told.value.ranks == (0,)
+    assert (told.value.ranks, list(told.value.causes)) == ((0,), [0])
 
 
 async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) -> None:
@@ -586,11 +695,19 @@ async def test_who_waits_for_an_earlier_engine_does_not_wait_for_ever(
     await together(first.result().close(), member.result().close())
 
 
-def test_a_process_knows_its_name_and_when_it_began() -> None:
-    """The same each time; not before the machine, nor after now."""
+def test_a_process_knows_its_name_and_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same each time; and nothing where the system does not say."""
     assert this_process() == this_process()
-    began_s = process_began_s()
-    assert began_s == 0.0 or time.time() - 24 * 3600 < began_s <= time.time()
+    before_s = time.time()
+    code = "from ckptio.ranks.board import process_began_s as s; print(s())"
+    began_s = float(subprocess.check_output([sys.executable, "-c", code]))
+    assert began_s == 0.0 or before_s - 1 < began_s <= time.time()
+
+    def refuse(_: int) -> float:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(time, "clock_gettime", refuse)
+    assert process_began_s() == 0.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -605,6 +722,30 @@ async def test_a_cancelled_rank_leaves_nothing_open(
     if rank == 0:
         with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
             await join(place(store, 1), deadlines=LONG, executor=threads)
+
+
+async def test_who_waits_with_a_rank_0_that_is_cancelled_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """And no timer of either goes on."""
+    monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.1)
+    monkeypatch.setattr("ckptio.ranks.search._WATCH_S", 0.01)
+    store = WatchedStore(store)
+    before = {id(each) for each in gc.get_objects() if isinstance(each, Coordinator | Member)}
+    joining = [
+        asyncio.create_task(join(place(store, r), deadlines=LONG, executor=threads))
+        for r in range(2)
+    ]
+    await store.looked(6)  # rank 1 waits with it
+    joining[0].cancel()
+    async with asyncio.timeout(LONG.peer_s / 2):
+        with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
+            await joining[1]
+    await asyncio.wait(joining)
+    del joining
+    gc.collect()
+    now = [each for each in gc.get_objects() if isinstance(each, Coordinator | Member)]
+    assert not [each for each in now if id(each) not in before]
 
 
 async def test_a_rank_0_that_is_cancelled_as_it_begins_to_listen_leaves_nothing_open(
@@ -700,7 +841,9 @@ async def test_a_store_that_does_not_answer_is_waited_for_as_ranks_are(
     deadlines = Deadlines(peer_s=2, meet_s=0.1)
     with pytest.raises(RankError, match=r"within 0\.1 s.* the job's store does not") as caught:
         await join(where, deadlines=deadlines, executor=threads)
+    lost_ranks = [0] if rank == 1 else []
     assert isinstance(caught.value, PeerLostError) == (rank == 1)
+    assert list(getattr(caught.value, "ranks", ())) == list(caught.value.causes) == lost_ranks
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("ckptio-store"))
     assert thread.daemon
     lost.may_fail.set()
@@ -759,6 +902,7 @@ async def test_a_rank_without_others_is_alone(environ: dict[str, str], threads: 
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, "init_process_group first, or pass ranks='s"),
         ({"TORCHELASTIC_USE_AGENT_STORE": None}, "there are 2 ranks and no store"),
         ({"MASTER_ADDR": None}, "no store where they can meet"),
+        ({"MASTER_PORT": None}, "no store where they can meet"),
     ],
 )
 def test_several_ranks_that_cannot_meet_are_an_error(
@@ -907,3 +1051,23 @@ async def test_rank_0_says_that_it_could_not_answer_others(
     else:
         assert await together(*(use(group) for group in ended)) == [3, 3, 3]
         await together(*(group.close() for group in ended))
+
+
+async def test_nobody_else_is_blamed_where_rank_0_could_answer_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Who has not come has not come."""
+
+    def listen(backlog: int) -> socket.socket:
+        door = FullDoor()
+        door.bind(("127.0.0.1", 0))
+        door.listen(backlog)
+        door.num_refusals = 2
+        return door
+
+    monkeypatch.setattr("ckptio.ranks.join.listen_everywhere", listen)
+    monkeypatch.setattr("ckptio.ranks.join._AGAIN_S", 0.001)
+    ended = await together(
+        *(join(place(store, r, 4), deadlines=SHORT, executor=threads) for r in range(3))
+    )
+    assert [error.ranks for error in ended] == [(3,)] * 3
