@@ -317,13 +317,39 @@ def test_cancelling_anywhere_leaves_nothing_behind(
     run_virtual(scenario(), seed=seed)
 
 
+@pytest.mark.parametrize("num_slabs", [0, 2])
+def test_who_is_cancelled_hears_of_nothing_else(num_slabs: int) -> None:
+    """What its own link broke off as it ended is no loss of a rank."""
+
+    async def scenario() -> None:
+        group = await group_of(all_of([100 * KiB] * 2, 2), [config_of(4)] * 2)
+        for moment in range(1, 12):
+            network = MemoryNetwork(2, max_delay_s=0.02, num_slabs=num_slabs, slab_nbytes=SLAB)
+            loading = [
+                asyncio.create_task(
+                    read_shared(rank.part, rank.reading, link, rank.context), name="a rank"
+                )
+                for rank, link in zip(group.ranks(), network.links, strict=True)
+            ]
+            await asyncio.sleep(0.01 * moment)
+            for task in loading:
+                task.cancel()
+            ends = await asyncio.gather(*loading, return_exceptions=True)
+            assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
+            group.assert_nothing_is_left(network)
+            network.close()
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
-    """What it was at has not landed, and its file would stay open."""
+    """What it was at has not landed, and its file would stay open, whatever was read before."""
 
     async def scenario() -> None:
         wanted = (Wanted(0, 0, 200 * KiB, 0, 0),)
         group = await group_of(Wish((200 * KiB,), (wanted, ())), [config_of(4)] * 2)
         ranks, network = group.ranks(), MemoryNetwork(2, max_delay_s=0.02)
+        ranks[0].reading.read_nbytes = 200 * KiB
         loading = asyncio.create_task(ends_of(ranks, network), name="loads")
         lanes: list[asyncio.Task[object]] = []
         while not lanes:
