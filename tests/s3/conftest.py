@@ -6,6 +6,7 @@ import obstore
 import obstore.store
 import pytest
 
+from tests.s3 import seaweedfs as weed
 from tests.s3 import servers
 
 if TYPE_CHECKING:
@@ -45,8 +46,19 @@ def swift() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["moto", pytest.param("ceph", marks=pytest.mark.real_s3)])
+@pytest.fixture(scope="session")
+def seaweedfs() -> Iterator[Server]:
+    """Run SeaweedFS with an empty bucket."""
+    if missing := weed.missing():
+        pytest.skip(f"no SeaweedFS here: {missing}")
+    with weed.seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(
+    params=["moto", *(pytest.param(n, marks=pytest.mark.real_s3) for n in ("ceph", "seaweedfs"))]
+)
 def server(request: pytest.FixtureRequest) -> Server:
-    """Give a simulated server and, in the session for real ones, Ceph."""
+    """Give a simulated server and, in the session for real ones, Ceph and SeaweedFS."""
     found: Server = request.getfixturevalue(request.param)
     return found

@@ -3,7 +3,7 @@
 moto is a simulation in Python: always there, quick, and no proof of anything that a store
 decides atomically or checks. Ceph (a monitor, a store in memory and a gateway) and OpenStack
 Swift are real ones, and differ from Amazon's where it matters: in conditions, etags, errors.
-All state is in a temporary directory and is thrown away.
+So are those in modules of their own. All state is in a temporary directory and is thrown away.
 """
 
 from __future__ import annotations
@@ -194,11 +194,12 @@ def missing_ceph() -> str:
 
 def missing_swift() -> str:
     """Say how to get OpenStack Swift; empty where it is."""
-    return "" if _swift("swift-proxy-server") and _swift("swift-ring-builder") else SWIFT_INSTALL
+    programs = ("swift-proxy-server", "swift-ring-builder")
+    return "" if all(map(found_program, programs)) else SWIFT_INSTALL
 
 
-def _swift(program: str) -> str | None:
-    """Find a program of Swift: beside the interpreter, or on the path."""
+def found_program(program: str) -> str | None:
+    """Find a program that pip installs: beside the interpreter, or on the path."""
     beside = str(Path(sys.executable).parent)
     return shutil.which(program, path=beside) or shutil.which(program)
 
@@ -371,12 +372,12 @@ def swift() -> Iterator[Server]:
             text = conf.format(port=port, user=user, dir=home, service=service)
             (home / f"{service}-server.conf").write_text(text)
             if service != "proxy":
-                ring = (str(_swift("swift-ring-builder")), home / f"{service}.builder")
+                ring = (str(found_program("swift-ring-builder")), home / f"{service}.builder")
                 processes.run(*ring, "create", "6", "1", "0")
                 processes.run(*ring, "add", f"r1z1-127.0.0.1:{port}/d1", "1")
                 processes.run(*ring, "rebalance")
         for service in _SWIFT_SERVICES:
-            program = str(_swift(f"swift-{service}-server"))
+            program = str(found_program(f"swift-{service}-server"))
             processes.start(program, home / f"{service}-server.conf")
         processes.wait(*(f"http://127.0.0.1:{port}/" for port in ports.values()))
         server = Server(endpoint=f"http://127.0.0.1:{ports['proxy']}", key="test:tester")

@@ -75,3 +75,25 @@ class TestSwiftWithObstore(TestSwift):
     url = f"s3://{BUCKET}/swift-obstore"
     s3_client = "obstore"
     has_uploads = False  # they are begun while the first part is on its way
+
+
+@pytest.mark.real_s3
+class TestSeaweedFS(BackendConformance):
+    """SeaweedFS's S3 gateway."""
+
+    url = f"s3://{BUCKET}/seaweedfs"
+    has_uploads = True
+
+    @pytest.fixture(autouse=True)
+    def reach(self, seaweedfs: Server) -> None:
+        """Say how to get there."""
+        type(self).storage_options = seaweedfs.options
+
+
+@pytest.mark.real_s3
+class TestSeaweedFSWithObstore(TestSeaweedFS):
+    """The same, with the bytes carried by obstore."""
+
+    url = f"s3://{BUCKET}/seaweedfs-obstore"
+    s3_client = "obstore"
+    has_uploads = False  # they are begun while the first part is on its way

@@ -82,6 +82,12 @@ async def test_of_many_writers_one_wins_on_a_real_server(ceph: Server) -> None:
 
 
 @pytest.mark.real_s3
+async def test_of_many_writers_one_wins_on_seaweedfs(seaweedfs: Server) -> None:
+    """As above, where a gateway decides in front of what keeps the names."""
+    await race(seaweedfs, 3)
+
+
+@pytest.mark.real_s3
 async def test_of_many_writers_one_is_there_where_nothing_decides(swift: Server) -> None:
     """Swift has no conditional requests: more than one may win, bytes are never mixed."""
     await race(swift, 2, is_decided=False)
@@ -100,6 +106,13 @@ async def test_of_many_writers_one_wins_always_on_moto(moto: Server, client: S3C
 async def test_of_many_writers_one_wins_always(ceph: Server, client: S3Client) -> None:
     """Over a hundred rounds."""
     await race(ceph, 100, s3_client=client)
+
+
+@pytest.mark.real_s3
+@pytest.mark.stress
+async def test_of_many_writers_one_wins_always_on_seaweedfs(seaweedfs: Server) -> None:
+    """Over a hundred rounds."""
+    await race(seaweedfs, 100)
 
 
 @pytest.mark.real_s3

@@ -119,14 +119,16 @@ async def test_no_object_holds_credentials(moto: Server) -> None:
 
 
 @pytest.mark.real_s3
-async def test_a_wrong_secret_is_refused(ceph: Server) -> None:
+@pytest.mark.parametrize("name", ["ceph", "seaweedfs"])
+async def test_a_wrong_secret_is_refused(request: pytest.FixtureRequest, name: str) -> None:
     """As S3 calls it, and by that alone: the answer has what was signed, too."""
-    wrong = dataclasses.replace(ceph, secret=SECRET)
+    server: Server = request.getfixturevalue(name)
+    wrong = dataclasses.replace(server, secret=SECRET)
     async with Engine(config_for(wrong)) as engine:
         with pytest.raises(StorageError, match="SignatureDoesNotMatch") as caught:
             await engine.save(random_state([100]), new_url())
     assert_silent(list(everything_in(caught.value)))
-    assert ceph.key not in "".join(everything_in(caught.value))
+    assert server.key not in "".join(everything_in(caught.value))
 
 
 @pytest.fixture(scope="module")

@@ -71,11 +71,13 @@ async def test_listings_go_on_over_pages(moto: Server) -> None:
 
 
 @pytest.mark.real_s3
-async def test_a_thousand_objects_are_no_end(ceph: Server) -> None:
+@pytest.mark.parametrize("name", ["ceph", "seaweedfs"])
+async def test_a_thousand_objects_are_no_end(request: pytest.FixtureRequest, name: str) -> None:
     """Of a listing, where that is what a page of the server has."""
+    server: Server = request.getfixturevalue(name)
     prefix = new_prefix()
     names = [f"{prefix}/{number:04d}" for number in range(1003)]
-    async with Proxy(ceph) as proxy, opened(proxy.server) as store:
+    async with Proxy(server) as proxy, opened(proxy.server) as store:
         for start in range(0, len(names), 17):
             await asyncio.gather(*(store.put(key, b"") for key in names[start : start + 17]))
         proxy.requests.clear()
