@@ -70,7 +70,7 @@ def compat(session: nox.Session, torch: str) -> None:
 
 @nox.session
 def real_s3(session: nox.Session) -> None:
-    """Run the S3 tests against Ceph, SeaweedFS and OpenStack Swift; root gets Ceph by apt."""
+    """Run the S3 tests against Ceph, SeaweedFS, JuiceFS and Swift; root gets Ceph by apt."""
     need_ceph(session)
     install(session, "tests", "real_s3")
     run_real_s3(session)

@@ -6,6 +6,7 @@ import obstore
 import obstore.store
 import pytest
 
+from tests.s3 import juicefs as gateway
 from tests.s3 import seaweedfs as weed
 from tests.s3 import servers
 
@@ -52,6 +53,15 @@ def seaweedfs() -> Iterator[Server]:
     if missing := weed.missing():
         pytest.skip(f"no SeaweedFS here: {missing}")
     with weed.seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def juicefs() -> Iterator[Server]:
+    """Run JuiceFS's gateway, which is MinIO's of 2021, with an empty bucket."""
+    if missing := gateway.missing():
+        pytest.skip(f"no JuiceFS here: {missing}")
+    with gateway.juicefs() as server:
         yield server
 
 

@@ -93,6 +93,12 @@ async def test_of_many_writers_one_is_there_where_nothing_decides(swift: Server)
     await race(swift, 2, is_decided=False)
 
 
+@pytest.mark.real_s3
+async def test_of_many_writers_one_is_there_where_conditions_are_ignored(juicefs: Server) -> None:
+    """Without a word: more than one may win, bytes are never mixed."""
+    await race(juicefs, 2, is_decided=False)
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 async def test_of_many_writers_one_wins_always_on_moto(moto: Server, client: S3Client) -> None:
