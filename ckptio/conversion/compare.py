@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 
 from ckptio.conversion.source import PART_NBYTES, Leaf, Source, parts_of, read_views
+from ckptio.errors import FormatError
 from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG
+from ckptio.format.words import numpy_dtype
 from ckptio.layout import batches
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.leaves import as_integers, raw_bytes
@@ -27,6 +29,8 @@ from ckptio.state.tree import MAPPING_TAGS, identity_of, items_of, keys_of, tens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
+
+    import numpy as np
 
     from ckptio.config import CheckpointConfig
     from ckptio.format.encode import Json
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 Reason = Literal["kind", "dtype", "shape", "bits", "value"]
 #: Elements that are compared as float64 at a time: 8 MiB.
 _NUM_AT_ONCE = 1 << 20
+#: Of numbers that torch knows, by numpy's word for their kind.
+_MAX_NBYTES = {"f": 8, "c": 16}
 #: Characters of a value that are shown.
 _MAX_SHOWN = 200
 
@@ -174,20 +180,24 @@ class _Count:
     num_different: int = 0
     largest: float = 0.0
 
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare two tensors of one type and shape."""
+    def add(self, a: torch.Tensor, b: torch.Tensor, packed: np.dtype[Any] | None = None) -> None:
+        """Compare two tensors of one type and shape, or with `packed` what two arrays hold."""
         a, b = a.reshape(-1), b.reshape(-1)
         if torch.equal(raw_bytes(a), raw_bytes(b)):
             return
-        for start in range(0, a.numel(), _NUM_AT_ONCE):
-            self._add(a[start : start + _NUM_AT_ONCE], b[start : start + _NUM_AT_ONCE])
+        if packed is not None:
+            a, b = (raw_bytes(side).reshape(-1, packed.itemsize) for side in (a, b))
+        for start in range(0, len(a), _NUM_AT_ONCE):
+            self._add(a[start : start + _NUM_AT_ONCE], b[start : start + _NUM_AT_ONCE], packed)
 
-    def _add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        bits = [raw_bytes(side).reshape(side.numel(), -1) for side in (a, b)]
+    def _add(self, a: torch.Tensor, b: torch.Tensor, packed: np.dtype[Any] | None) -> None:
+        bits = [raw_bytes(side).reshape(len(side), -1) for side in (a, b)]
         different = (bits[0] != bits[1]).any(1)
         self.num_different += int(different.sum())
+        if packed is not None:
+            a, b = _unpacked(a, packed), _unpacked(b, packed)
         x, y = _as_numbers(a)[different], _as_numbers(b)[different]
-        gap = (x - y).abs()
+        gap = _between(x, y) if x.dtype is torch.int64 else (x - y).abs()
         gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
         if gap.numel():
             found = float(gap.max())  # nan, if there is one
@@ -271,7 +281,8 @@ class _Comparison:
         ones = read_views(a.source, [pairs[n][0] for n in rest])
         others = read_views(b.source, [pairs[n][1] for n in rest])
         for n, one, other in zip(rest, ones, others, strict=True):
-            counts[n].add(one, other)
+            packed, _ = map(_packed, pairs[n])
+            counts[n].add(one, other, packed)
             self._advance(pairs[n][0].nbytes)
         return counts
 
@@ -295,13 +306,48 @@ def _places(
         yield fqn, place, node
 
 
+def _packed(leaf: Leaf) -> np.dtype[Any] | None:
+    """Give the type of an array's elements; `None` for what is no array.
+
+    Raises:
+        FormatError: It does not have as many bytes as they need.
+    """
+    if leaf.node[TAG] != "np":
+        return None
+    dtype = numpy_dtype(leaf.node["d"])
+    if leaf.entry.nbytes != math.prod(leaf.shape) * dtype.itemsize:
+        nbytes = leaf.entry.nbytes
+        raise FormatError(f"an array {dtype} {list(leaf.shape)} does not have {nbytes} bytes")
+    return dtype
+
+
+def _unpacked(rows: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
+    """Give an array's elements, a row of bytes each, as ones of torch; texts stay bytes."""
+    if dtype.kind in "SU":
+        return rows
+    array = rows.numpy().view(dtype)[:, 0]
+    if dtype.kind in "mM":  # a count since some day
+        array = array.view(dtype.str[0] + "i8")
+    elif dtype.kind in "fc" and dtype.itemsize > _MAX_NBYTES[dtype.kind]:
+        array = array.astype(f"{dtype.kind}{_MAX_NBYTES[dtype.kind]}")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+
+
+def _between(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Say how far integers of 64 bits are apart, which may be more than these hold."""
+    gap = (torch.maximum(x, y) - torch.minimum(x, y)).to(torch.float64)
+    return torch.where(gap < 0, gap + 2.0**64, gap)
+
+
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Give elements as numbers of the widest kind; complex ones stay complex."""
+    """Give elements as numbers of the widest kind: whole, real or complex ones."""
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128)
     tensor = as_integers(tensor)
+    if tensor.dtype is torch.uint64:  # as far apart, and in the same order
+        return tensor.view(torch.int64) ^ torch.iinfo(torch.int64).min
     if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
-        return tensor.to(torch.int64).to(torch.float64)
+        return tensor.to(torch.int64)
     try:
         return tensor.to(torch.float64)
     except (RuntimeError, NotImplementedError):  # packed types that torch cannot convert

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ckptio.__main__ import main
 from ckptio.conversion.compare import run_diff
-from tests.cli.rig import data_file, flip, make_state, run_json, save_at
+from ckptio.errors import FormatError
+from tests.cli.rig import data_file, flip, make_state, rewrite, run_json, save_at
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -190,3 +191,53 @@ def test_every_type_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
         save_at(path, {"x": tensor})
     (found,) = run_diff(*paths, config=SMALL).differences
     assert (found.num_elements, found.num_different, found.largest) == (100_000, 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b"),
+    [
+        (torch.int64, 2**60 + 1, 2**60),
+        (torch.int64, 2**63 - 1, -(2**63)),
+        (torch.uint64, 2**64 - 1, 0),
+        (torch.uint64, 2**63, 2**63 - 1),
+    ],
+)
+def test_large_integers_are_as_far_apart_as_they_are(
+    dtype: torch.dtype, a: int, b: int, tmp_path: Path
+) -> None:
+    """Floats have no room for their last digits."""
+    paths = [
+        save_at(tmp_path / str(i), {"x": torch.tensor(numbers, dtype=dtype)})
+        for i, numbers in enumerate(([1, a], [1, b]))
+    ]
+    for one, other in (paths, paths[::-1]):
+        (found,) = run_diff(one, other, config=SMALL).differences
+        assert (found.num_different, found.largest) == (1, float(a - b))
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">u8", ">c16", "g", "G", "<M8[s]", ">m8[ns]"])
+def test_arrays_are_compared_by_their_elements(dtype: str, tmp_path: Path) -> None:
+    """Where bytes of them are stored, too."""
+    a, b = np.zeros(5, dtype), np.zeros(5, dtype)
+    b[3] = 300
+    paths = [save_at(tmp_path / str(i), {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_elements, found.num_different, found.largest) == (5, 1, 300.0)
+
+
+def test_texts_of_arrays_differ_one_by_one(tmp_path: Path) -> None:
+    """Not byte by byte."""
+    a, b = np.array(["one", "two", "six"]), np.array(["one", "ten", "six"])
+    paths = [save_at(tmp_path / str(i), {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_elements, found.num_different) == (3, 1)
+
+
+def test_an_array_that_is_not_all_there_is_no_difference(tmp_path: Path) -> None:
+    """But a manifest that no save writes."""
+    a = save_at(tmp_path / "a", {"x": np.zeros(3, np.float32)})
+    b = save_at(tmp_path / "b", {"x": np.ones(4, np.float32)})
+    rewrite(a, tree=b'{"x": {"~": "np", "t": 0, "d": "<f4", "s": [4]}}')
+    for paths in ((a, b), (b, a)):
+        with pytest.raises(FormatError, match="does not have 12 bytes"):
+            run_diff(*paths, config=SMALL)
