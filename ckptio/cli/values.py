@@ -37,7 +37,7 @@ def short_json(node: Json, limit: int) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:  # of a file that no save has written
         return _ELLIPSIS
-    num_items = _num_items(node)
+    num_items = _num_items(node) if type(value) in (list, dict) else None
     if len(text) <= limit and (num_items is None or num_items <= _MAX_ITEMS):
         return text
     if num_items is not None:
@@ -51,9 +51,9 @@ def short_json(node: Json, limit: int) -> str:
 
 
 def _num_items(node: Json) -> int | None:
-    """Count the items of a container; `None` for a scalar."""
-    if type(node) is dict:
-        node = node.get("v") if TAG in node else node
+    """Count the items of a container, of an enum too; `None` for a scalar."""
+    while type(node) is dict and TAG in node:
+        node = node.get("v")
     return len(node) if type(node) in (list, dict) else None
 
 

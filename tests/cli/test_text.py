@@ -28,6 +28,12 @@ def test_values_are_shown_as_short_json() -> None:
     for document, shown in tagged.items():
         assert short_json(json.loads(document), 60) == shown
     assert short_json("x" * 100, 40) == '"xxxxxxxxxxxxxxxxxxx... (100 characters)'
+    held = {"~": "enum", "c": "m:E", "v": {"~": "tuple", "v": list(range(100))}}
+    assert short_json(held, 30) == "[0, 1, 2, 3, 4... (100 items)"
+    number = {"~": "enum", "c": "m:E", "v": {"~": "int", "v": "f" * 100}}
+    assert short_json(number, 30) == '"0xfffffff... (102 characters)'
+    time = {"~": "timedelta", "v": [1, 2, 3]}
+    assert short_json(time, 20) == '"... (21 characters)'
     assert short_json(list(range(10**6)), 30) == "[0, 1, 2, 3... (1000000 items)"
 
 
