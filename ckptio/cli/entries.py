@@ -163,7 +163,7 @@ class _Walk:
             raise FormatError(f"{name!r} refers to tensor {index}, which is not there")
         stored = self._tensors[index]
         is_view = node[TAG] == "view"
-        owner = self._owners.get(index, stored.name) or _ROOT
+        owner = self._owners.get(index, stored.name)
         tied = is_view or index in self._given
         if not is_view:
             self._given.add(index)

@@ -249,7 +249,7 @@ def _details(entry: Entry, manifest: Manifest) -> list[str]:
         what = "bytes"
     if entry.tied_to is not None:
         tie = "in" if entry.is_view else "="
-        return [visible(what), "-", f"{tie} {visible(entry.tied_to)}"]
+        return [visible(what), "-", f"{tie} {visible(entry.tied_to) or _NAMELESS}"]
     first, others = _files(manifest, entry.index)
     places = ",".join(f"#{i}" for i in first)
     if others:

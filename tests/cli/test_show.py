@@ -239,3 +239,15 @@ def test_show_goes_as_deep_as_a_load_in_a_value_of_each_rank(
     sync.load(tmp_path / "c", config=SMALL)
     code, _ = run_json(capsys, "show", str(tmp_path / "c"))
     assert code == 0
+
+
+def test_a_tie_to_a_key_that_is_empty_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not the whole state."""
+    tied = torch.ones(2)
+    path = save_at(tmp_path / "c", {"": tied, "a": tied})
+    _, document = run_json(capsys, "show", str(path))
+    assert [entry["tied_to"] for entry in document["entries"]] == [None, ""]
+    assert main(["show", str(path)]) == 0
+    assert 'a   float32 [2]    -  = ""' in capsys.readouterr().out.splitlines()
