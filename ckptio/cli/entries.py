@@ -211,7 +211,8 @@ def _is_value(node: Json) -> bool:
         if tag not in _SEQUENCES:
             return tag == "enum" or next(children("", node), None) is None
         node = node.get("v")
-    return type(node) is not list or all(_is_value(item) for item in node)
+    # by `map`: a generator would be a frame more for each level, and too many for Python
+    return type(node) is not list or all(map(_is_value, node))
 
 
 def _shape(extents: Json) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ def test_hostile_names_are_shown_escaped(
         b'{"a": {"~": "np", "t": 0}}',
         b'{"a": {"~": "dict", "v": [[1]]}}',
         b"[" * 300 + b"]" * 300,
+        b"[" * 399 + b"]" * 399,
         b'{"~": "enum", "v": ' * 300 + b"1" + b"}" * 300,
         b'{"a": {"~": "npscalar", "d": "O", "v": "AAAAAAAAAAA="}}',
         b'{"a": {"~": "int", "v": "' + b"f" * 9999 + b'"}}',
