@@ -88,8 +88,8 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, in that type."""
-        return nbytes_of(self.shape, self.dtype)
+        """Its bytes, in that type; an array's as they are stored, which may have another."""
+        return nbytes_of(self.shape, self.dtype) if self.is_tensor else self.entry.nbytes
 
     def as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
         """Convert what was read of it."""

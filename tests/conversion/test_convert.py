@@ -1036,3 +1036,16 @@ def test_a_file_up_from_a_link_is_written_where_it_goes(tmp_path: Path) -> None:
     (near / ".w.partial").mkdir()  # whatever has the name there is in nobody's way
     sync.convert(tmp_path / "c", near / "link" / ".." / "w", to="safetensors", config=SMALL)
     assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["sub", "w"]
+
+
+@pytest.mark.parametrize("to", ["ckptio", "dcp"])
+def test_bytes_of_arrays_are_counted_as_they_are_stored(to: Any, tmp_path: Path) -> None:
+    """Torch does not know every type of numpy's."""
+    state = {
+        "far": np.arange(6, dtype=">f8"),
+        "texts": np.array(["one", "two"]),
+        "w": torch.ones(3),
+    }
+    sync.save(state, tmp_path / "source", config=SMALL)
+    report = sync.convert(tmp_path / "source", tmp_path / "target", to=to, config=SMALL)
+    assert (report.num_tensors, report.nbytes) == (3, 6 * 8 + 2 * 12 + 3 * 4)
