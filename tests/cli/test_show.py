@@ -4,6 +4,7 @@ import enum
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -251,3 +252,42 @@ def test_a_tie_to_a_key_that_is_empty_names_it(
     assert [entry["tied_to"] for entry in document["entries"]] == [None, ""]
     assert main(["show", str(path)]) == 0
     assert 'a   float32 [2]    -  = ""' in capsys.readouterr().out.splitlines()
+
+
+def test_show_has_a_line_for_each_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A view before what it is a part of, an array as numpy has it, what an enum holds."""
+    make_enum: Any = enum.Enum
+    whole, tied = torch.zeros(4, 2), torch.ones(3)
+    state = {
+        "rows": whole[:2],
+        "w": whole,
+        "again": whole,
+        "m": {"a": {"b": torch.zeros(3)}, "a.b": tied, "c": tied},
+        "array": np.ones(3, ">f4"),
+        "held": make_enum("Held", {"A": torch.ones(2)})["A"],
+        "n": 1,
+    }
+    assert main(["show", str(save_at(tmp_path / "c", state))]) == 0
+    assert capsys.readouterr().out.split("\n\n")[1].splitlines() == [
+        "rows   float32 [2, 2]     -  in w",
+        "w      float32 [4, 2]  32 B  #0",
+        "again  float32 [4, 2]     -  = w",
+        "m",
+        "  a",
+        "    b  float32 [3]     12 B  #0",
+        "  a.b  float32 [3]     12 B  #0",
+        "  c    float32 [3]        -  = m.a.b",
+        "array  numpy >f4 [3]   12 B  #0",
+        "held   float32 [2]      8 B  #0",
+        "n      1",
+    ]
+
+
+def test_show_selects_in_sequences_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is stored as a list and is none has no items with names."""
+    path = save_at(tmp_path / "c", {"a": (1, [2, (3,)]), "shape": torch.Size([4, 5])})
+    code, document = run_json(capsys, "show", "--select=a.1.1.0", str(path))
+    assert (code, [entry["name"] for entry in document["entries"]]) == (0, ["a"])
+    assert main(["show", "--select=shape.0", str(path)]) == 2

@@ -23,6 +23,13 @@ def test_values_are_shown_as_short_json() -> None:
         ),
         '{"~": "path", "k": "Path", "v": "/x"}': '"/x"',
         '{"~": "new", "v": 1}': '{"~": "new", "v": 1}',
+        '{"~": "complex", "v": "x"}': '{"~": "complex", "v": "x"}',
+        '{"~": "datetime", "f": 0, "v": 7}': '{"~": "datetime", "f": 0, "v": 7}',
+        '{"~": "npscalar", "d": "<f4", "v": "AADAfw=="}': '"nan"',
+        '{"a": {"~": "set", "v": [1]}}': '{"a": [1]}',
+        '{"~": "dict", "v": [["é", 1], [{"~": "tuple", "v": ["é"]}, 2]]}': (
+            r'{"é": 1, "[\"é\"]": 2}'
+        ),
         "null": "null",
     }
     for document, shown in tagged.items():

@@ -1049,3 +1049,18 @@ def test_bytes_of_arrays_are_counted_as_they_are_stored(to: Any, tmp_path: Path)
     sync.save(state, tmp_path / "source", config=SMALL)
     report = sync.convert(tmp_path / "source", tmp_path / "target", to=to, config=SMALL)
     assert (report.num_tensors, report.nbytes) == (3, 6 * 8 + 2 * 12 + 3 * 4)
+
+
+def test_views_that_lie_apart_and_between_each_other_are_told_apart(tmp_path: Path) -> None:
+    """Rows of a matrix, the columns of two, and rows again."""
+    state: dict[str, torch.Tensor] = {}
+    for number, has_rows in enumerate((True, False, False, True)):
+        matrix = torch.arange(60.0).reshape(20, 3) + 100 * number
+        columns = [matrix[:, column] for column in range(3)]
+        views = [matrix, matrix[3:7]] if has_rows else columns
+        state |= {f"{number}.{i}": view for i, view in enumerate(views)}
+    sync.save(state, tmp_path / "source", config=SMALL)
+    sync.convert(tmp_path / "source", tmp_path / "x", to="safetensors", config=SMALL)
+    found = load_file(tmp_path / "x")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], view) for name, view in state.items())
