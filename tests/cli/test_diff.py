@@ -60,9 +60,14 @@ def test_diff_names_what_differs_and_how(
     assert (bits["num_elements"], bits["num_different"], bits["largest"]) == (5, 1, 0.5)
     others = [item["largest"] for item in document["different"] if item["reason"] != "bits"]
     assert others == [None] * 4
+    (kinds,) = (item for item in document["different"] if item["reason"] == "dtype")
+    assert (kinds["a"], kinds["b"]) == ("float32", "float16")
+    assert (kinds["num_elements"], kinds["num_different"]) == (None, None)
+    assert (bits["a"], bits["b"]) == (None, None)
     assert main(["diff", *paths]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "only in A  only" in lines
+    assert "only in B  more" in lines
     assert "bits  w  1 of 5 elements  by 0.5 at most" in lines
     assert "dtype  d  float32 and float16" in lines
     assert lines[-1] == "different  7 names of 9"
@@ -145,6 +150,10 @@ def test_diff_tells_what_cannot_be_read_from_what_differs(
     assert code == 2
     assert document["equal"] is None
     assert str(tmp_path / "nowhere") in document["error"]
+    assert main(["diff", str(ckpt), str(tmp_path / "nowhere")]) == 2
+    shown = capsys.readouterr()
+    assert document["error"] in shown.err
+    assert not shown.out
     other = save_at(tmp_path / "other")
     flip(data_file(other), 9000)
     assert main(["diff", str(ckpt), str(other)]) == 2
