@@ -518,7 +518,7 @@ class Clock:
     """Time that passes in pauses alone; some of them end early, or something happens then."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = 100.0
         self.pauses: list[float] = []
         self.hooks: list[Callable[[], object]] = []
 
@@ -529,7 +529,7 @@ class Clock:
         self.pauses.append(pause_s)
         if pause_s and self.hooks:
             self.hooks.pop(0)()
-        self.now_s += pause_s
+        self.now_s += pause_s + 0.01  # a sleep takes somewhat longer
 
     def interrupt(self) -> None:
         self.now_s += 4.0
