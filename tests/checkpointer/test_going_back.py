@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import logging
 import shutil
 import threading
@@ -23,7 +24,7 @@ from ckptio import (
     sync,
 )
 from ckptio.checkpointer.steps import step_name
-from ckptio.events import CheckpointRemoved, CopyFailed, CopyQueued, HigherStepFound
+from ckptio.events import CheckpointRemoved, CleanupFailed, CopyFailed, CopyQueued, HigherStepFound
 from ckptio.format.compose import encode_again
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.files import PosixFiles
@@ -54,12 +55,17 @@ async def save_steps(root: Path, *steps: int) -> None:
             await ckpt.save(state_of(step), step)
 
 
-def date_ahead(root: Path, step: int) -> None:
-    """Let a manifest say that it was committed in a thousand years."""
+def redate(root: Path, step: int, when: Callable[[str], str]) -> None:
+    """Let a manifest say that it was committed at another time."""
     path = root / step_name(step) / "manifest.json"
     manifest = decode_manifest(path.read_bytes())
-    later = msgspec.structs.replace(manifest, created="3" + manifest.created[1:])
+    later = msgspec.structs.replace(manifest, created=when(manifest.created))
     path.write_bytes(encode_again(later))
+
+
+def date_ahead(root: Path, step: int) -> None:
+    """Let a manifest say that it was committed in a thousand years."""
+    redate(root, step, lambda created: "3" + created[1:])
 
 
 async def test_what_was_committed_here_last_stays_whatever_the_clocks_say(tmp_path: Path) -> None:
@@ -87,38 +93,58 @@ async def test_a_higher_step_that_a_run_saved_itself_is_no_news(tmp_path: Path) 
     assert log.of(HigherStepFound) == []
 
 
+async def test_a_time_without_a_zone_is_utc_and_what_is_no_time_does_not_count(
+    tmp_path: Path,
+) -> None:
+    """As in manifests that others wrote: the one goes when it is due, and the other stays."""
+    await save_steps(tmp_path, 1, 2, 3)
+    redate(tmp_path, 1, lambda created: created[:19])
+    redate(tmp_path, 2, lambda _: "yesterday")
+    async with Checkpointer(tmp_path, keep=KeepLast(1), config=SMALL) as ckpt:
+        found = await ckpt.records()
+        assert [record.step for record in found] == [1, 3]
+        assert dt.timedelta(0) <= found[1].created - found[0].created < dt.timedelta(hours=1)
+        await ckpt.save(state_of(4), 4)
+    assert names_in(tmp_path) == [step_name(2), step_name(4)]
+
+
 async def test_steps_that_a_run_went_back_from_are_discarded(tmp_path: Path) -> None:
     """From both tiers; then the newest is the run's own, and numbers can be saved again."""
     near, far = tmp_path / "near", tmp_path / "far"
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
-        for step in (1, 2, 3, 4):
+        for step in (0, 1, 2, 3, 8):
             await ckpt.save(state_of(step), step).durable
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
         assert_same(await ckpt.load(step=2), state_of(2))
-        assert await ckpt.discard_after(2) == (3, 4)
+        assert await ckpt.discard_after(2) == (3, 8)
         assert await ckpt.discard_after(2) == ()
         assert await ckpt.latest() == 2
         await ckpt.save(state_of(30), 3).durable
         assert await ckpt.discard_after(2) == (3,)  # what was committed here last, too
-    assert names_in(near) == names_in(far) == [step_name(1), step_name(2)]
+    assert names_in(near) == names_in(far) == [step_name(step) for step in (0, 1, 2)]
     with sync.Checkpointer(near, config=SMALL) as blocking:
         assert blocking.discard_after(1) == (2,)
         assert blocking.discard_after(0) == (1,)
-    assert names_in(near) == []
+        with pytest.raises(ConfigError, match="step= is an int"):
+            blocking.discard_after(-1)
+    assert names_in(near) == [step_name(0)]
 
 
 async def test_what_is_being_written_or_is_damaged_is_not_discarded(tmp_path: Path) -> None:
     """It is said, and what can go next time is still there to be counted."""
+    log = EventLog()
     await save_steps(tmp_path, 1, 2)
-    async with Engine(SMALL) as engine, Checkpointer(tmp_path, engine=engine) as ckpt:
+    async with Engine(SMALL, observer=log) as engine, Checkpointer(tmp_path, engine=engine) as ckpt:
         handle = ckpt.save(filled_state([4 << 20], 1), 3)
         with pytest.raises(ConfigError, match="step 3 is being saved"):
             await ckpt.discard_after(1)
+        assert await ckpt.discard_after(3) == ()  # which stays
         await handle
         (tmp_path / step_name(2) / "manifest.json").write_text("{}")
         with pytest.raises(FormatError, match=ckpt.path(2)) as caught:
             await ckpt.discard_after(1)
         assert "overwrite=True" in caught.value.__notes__[0]
+        assert [type(event.error) for event in log.of(CleanupFailed)] == [OSError]
         assert await ckpt.steps() == (1, 2)
         with pytest.raises(ConfigError, match="step= is an int"):
             await ckpt.discard_after(-1)
@@ -237,16 +263,21 @@ async def test_no_copy_that_was_owed_brings_back_what_is_discarded(
     assert names_in(near) == names_in(far) == [step_name(1)]
 
 
-async def test_a_copy_that_was_owed_is_stopped_when_its_step_is_discarded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [1, 2])
+async def test_a_copy_that_was_owed_is_stopped_if_its_step_is_discarded(
+    after: int, tmp_path: Path
+) -> None:
     """Nobody waits for bytes that nobody will have; here it does not even come to its turn."""
     near, far, log = tmp_path / "near", tmp_path / "far", _Queue()
     await owe(near, far)
     async with engines(config=config_with(max_tier_copies=1), log=log) as (engine,):
-        async with contextlib.AsyncExitStack() as line:
-            copies = engine._core.context.copies
-            await line.enter_async_context(copies.place(None, "taken", lambda: None))
-            ckpt = await line.enter_async_context(checkpointer_on(engine, near, then=far))
+        async with (
+            contextlib.AsyncExitStack() as block,
+            engine._core.context.copies.place(None, "taken", lambda: None),
+        ):
+            ckpt = await block.enter_async_context(checkpointer_on(engine, near, then=far))
             assert await asyncio.to_thread(log.has_one.wait, 60)
-            assert await ckpt.discard_after(1) == (2,)
-        assert isinstance(log.of(CopyFailed)[0].error, asyncio.CancelledError)
-    assert names_in(near) == names_in(far) == [step_name(1)]
+            assert await ckpt.discard_after(after) == ((2,) if after == 1 else ())
+        failed = [type(event.error) for event in log.of(CopyFailed)]
+        assert failed == ([asyncio.CancelledError] if after == 1 else [])
+    assert names_in(near) == names_in(far) == [step_name(1), step_name(2)][:after]
