@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import errno
 import os
 import shutil
 import threading
@@ -108,25 +109,26 @@ async def test_steps_are_copied_and_found_on_both_tiers(tmp_path: Path, far: str
     """Each by itself, and the nearest of them is read."""
     near, log = tmp_path / "near", EventLog()
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
-        for step in (1, 2, 3):
+        for step in (1, 2, 8):
             handle = ckpt.save(state_of(step), step, metrics={"loss": step})
             await handle
-        assert (await handle.durable).path == f"{far}/{step_name(3)}"
-        assert_same(await ckpt.load(), state_of(3))
-    assert await steps_in(near) == await steps_in(far) == (1, 2, 3)
-    for step in (2, 3):
+        assert (await handle.durable).path == f"{far}/{step_name(8)}"
+        assert_same(await ckpt.load(), state_of(8))
+    assert await steps_in(near) == await steps_in(far) == (1, 2, 8)
+    for step in (2, 8):
         await remove(near, step)
+    await remove(far, 1)
     async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
-        assert await ckpt.steps() == (1, 2, 3)
+        assert await ckpt.steps() == (1, 2, 8)
         assert [(r.step, r.metrics) for r in await ckpt.records()] == [
-            (step, {"loss": step}) for step in (1, 2, 3)
+            (step, {"loss": step}) for step in (1, 2, 8)
         ]
-        assert_same(await ckpt.load(), state_of(3))
+        assert_same(await ckpt.load(), state_of(8))
         assert_same(await ckpt.load(step=1), state_of(1))
         with pytest.raises(CheckpointNotFoundError):
             await ckpt.load(step=4)
     (event,) = log.of(TierPassedOver)
-    assert event.to == f"{far}/{step_name(3)}"
+    assert event.to == f"{far}/{step_name(8)}"
 
 
 async def test_both_tiers_are_looked_after(tmp_path: Path, far: str) -> None:
@@ -299,6 +301,8 @@ async def test_steps_that_the_second_tier_never_had_are_loaded_without_a_word(
         await ckpt.save(state_of(2), 2)
     async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
         assert_same(await ckpt.load(), state_of(2))
+    async with Checkpointer(near, then=tmp_path / "new", config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(2))
     assert log.of(HigherStepFound) == []
 
 
@@ -356,12 +360,15 @@ async def test_a_second_tier_that_is_away_is_told_how_to_do_without(tmp_path: Pa
     """A run that resumes may have all it needs on the first one."""
     near, far = tmp_path / "near", tmp_path / "far"
     async with Checkpointer(near, config=SMALL) as ckpt:
-        await ckpt.save(state_of(7), 7)
+        for step in (6, 7):
+            await ckpt.save(state_of(step), step)
     far.write_text("not mounted")
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
-        for ask in (ckpt.latest, ckpt.steps, ckpt.load):
-            with pytest.raises(StorageError, match="leave out then= to go on with step 7 of the"):
+        told = "leave out then= to go on with step 7 of the"
+        for ask in (ckpt.latest, ckpt.steps, ckpt.records, ckpt.load):
+            with pytest.raises(StorageError, match=told) as caught:
                 await ask()
+            assert caught.value.errno == errno.ENOTDIR
     async with Checkpointer(tmp_path / "none", then=far, config=SMALL) as ckpt:
         with pytest.raises(StorageError) as caught:
             await ckpt.latest()
@@ -438,14 +445,29 @@ async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
 
 async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> None:
     """Those that are copied, but for the newest; the second tier keeps what the policy keeps."""
-    near = tmp_path / "near"
-    async with Checkpointer(near, then=far, keep_local=1, keep=KeepLast(3), config=SMALL) as ckpt:
+    near, log = tmp_path / "near", EventLog()
+    options: dict[str, Any] = {"then": far, "keep_local": 1, "config": SMALL, "observer": log}
+    async with Checkpointer(near, keep=KeepLast(3), **options) as ckpt:
         for step in range(5):
             await ckpt.save(state_of(step), step).durable
     assert await steps_in(near) == (4,)
     assert await steps_in(far) == (2, 3, 4)
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
         assert_same(await ckpt.load(step=2), state_of(2))
+    assert log.of(RetentionFailed) == []
+
+
+async def test_the_step_that_was_saved_last_keeps_no_other_on_the_first_tier(
+    tmp_path: Path, far: str
+) -> None:
+    """It stays there beside the newest, in a run that went back."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for step in (1, 2, 9):
+            await ckpt.save(state_of(step), step).durable
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        await ckpt.save(state_of(3), 3).durable
+    assert await steps_in(near) == (3, 9)
 
 
 class _Vanishing(PosixFiles):
