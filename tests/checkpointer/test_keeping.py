@@ -197,6 +197,21 @@ def test_a_step_that_another_saves_over_is_not_removed_for_its_older_self(tmp_pa
     run_virtual(scenario(), seed=0)
 
 
+async def test_a_step_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    """It is told; those that are removed after it go all the same."""
+    run, log = tmp_path / "run", EventLog()
+    async with ckptio.Checkpointer(run, config=SMALL) as ckpt:
+        for step in range(1, 8):
+            await ckpt.save({"step": step}, step)
+    (run / step_name(1)).rename(tmp_path / "elsewhere")
+    (run / step_name(1)).symlink_to(tmp_path / "elsewhere")
+    async with ckptio.Checkpointer(run, keep=KeepLast(1), config=SMALL, observer=log) as ckpt:
+        await ckpt.save({"step": 8}, 8)
+    assert committed_steps(run) == [1, 8]
+    assert [event.path for event in log.of(CleanupFailed)] == [str(run / step_name(1))]
+    assert log.of(RetentionFailed) == []
+
+
 def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> None:
     """It went back, which the order of the saves here does not say."""
 

@@ -167,6 +167,21 @@ def test_a_failure_that_was_seen_late_does_not_count() -> None:
     losses.check()
 
 
+def test_a_save_counts_once_it_has_ended() -> None:
+    """However often it was looked at before."""
+    losses = Losses()
+    late = failed(PlanError("two of one name"))
+    save = SaveMoments("memory", "0" * 32)
+    save._is_told = True  # as in `failed`
+    losses.note([(1, late), (2, save)])
+    with pytest.raises(PlanError):
+        losses.check()
+    save.fail(PlanError("again"))
+    losses.note([(2, save)])
+    with pytest.raises(PlanError, match="again"):
+        losses.check()
+
+
 @pytest.mark.parametrize(
     ("error", "is_raised"),
     [(PlanError("two of one name"), True), (StalePlanError("save again"), False)],
@@ -188,6 +203,8 @@ def test_a_disk_is_full_on_whichever_rank_and_by_whatever_limit() -> None:
     assert is_disk_full(StorageError("cannot write", path="memory", code=errno.EDQUOT))
     assert is_disk_full(RankError("two failed", causes={0: lost, 1: full}))
     assert not is_disk_full(RankError("one failed", causes={0: lost}))
+    assert not is_disk_full(StorageError("cannot write", path="memory"))
+    assert not is_disk_full(PlanError("two of one name"))
 
 
 def test_a_save_that_was_committed_all_the_same_has_missed_no_deadline() -> None:
