@@ -110,6 +110,23 @@ def test_what_cannot_be_opened_on_one_rank_is_heard_by_all(tmp_path: Path) -> No
     run_virtual(scenario(), seed=0)
 
 
+def test_ranks_that_save_at_no_step_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rank 0, whose log is the one that is read."""
+
+    async def body(_: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            assert not await ckpt.should_save(1)
+
+    async def scenario() -> None:
+        async with engines(3) as group:
+            assert await on_each(group, body) == [None] * 3
+
+    run_virtual(scenario(), seed=0)
+    assert ["says yes to no step" in line for line in caplog.messages] == [True]
+
+
 @given(at_s=st.floats(0, 3), who=st.integers(0, 2), seed=seeds)
 def test_a_signal_on_one_rank_ends_with_one_last_step(at_s: float, who: int, seed: int) -> None:
     """The same on all ranks, and committed."""

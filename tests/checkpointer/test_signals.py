@@ -325,6 +325,15 @@ def test_nothing_is_lost_where_a_loop_was_not_told_or_asks() -> None:
     assert ending.loss()
 
 
+def test_what_is_said_of_the_end_stays_so_behind_the_block(tmp_path: Path) -> None:
+    """Nobody looks there for a step to save, however often."""
+    with sync.Checkpointer(tmp_path, config=SMALL) as checkpointer:
+        checkpointer.preempt("going")
+        while not checkpointer._core.ending.is_called:
+            os.sched_yield()
+    assert [checkpointer.preempted for _ in range(4)] == [False] * 4
+
+
 def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
     with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
         checkpointer.save({"x": 1}, 1)
