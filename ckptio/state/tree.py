@@ -68,7 +68,9 @@ def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
     may_have_ranks = manifest.ckptio != 1  # the first version knew none
-    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=may_have_ranks)
+    has_ranks = _check(
+        [tree], len(manifest.tensors), set(), _MAX_JSON_LEVELS, may_have_ranks=may_have_ranks
+    )
     require_distinct(manifest.tree, tree)
     return tree if rank is None or not has_ranks else take_rank(tree, rank)
 
@@ -117,7 +119,14 @@ def _containers(items: Iterable[Json]) -> Iterator[Json]:
     return (item for item in items if type(item) in _NODES)
 
 
-def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ranks: bool) -> bool:
+def _check(
+    level: list[Json],
+    num_tensors: int,
+    owned: set[int],
+    max_levels: int,
+    *,
+    may_have_ranks: bool,
+) -> bool:
     """Check every node of a tree, or of several; say whether any was kept for each rank.
 
     Args:
@@ -125,10 +134,11 @@ def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ran
         num_tensors: How many tensors there are to refer to.
         owned: Takes those of which a `bytearray` is made: each is made of one of its own, as no
             two can share memory, and a tree of a million would take a million times as much.
+        max_levels: How many values may be inside each other, those kept for each rank included.
         may_have_ranks: Whether a node may be a value of each rank.
     """
     has_ranks = False
-    for _ in range(_MAX_JSON_LEVELS):
+    for num_above in range(max_levels):
         below: list[Json] = []
         for node in level:
             if type(node) is list:
@@ -145,7 +155,8 @@ def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ran
                     continue
                 elif may_have_ranks and tag == RANKS_TAG and _is_list_of_ranks(node):
                     values = [value for value in node["v"] if value != ABSENT]
-                    _check(values, num_tensors, owned, may_have_ranks=False)
+                    left = max_levels - num_above
+                    _check(values, num_tensors, owned, left, may_have_ranks=False)
                     has_ranks = True
                 else:
                     raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")

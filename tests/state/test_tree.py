@@ -191,6 +191,20 @@ def test_a_tree_that_is_too_deep_is_refused(depth: int) -> None:
         read_tree(manifest_with(b"[" * depth + b"]" * depth))
 
 
+@pytest.mark.parametrize(("outside", "inside"), [(200, 199), (200, 300), (390, 20), (390, 390)])
+def test_levels_in_a_value_of_each_rank_count_with_those_around_it(
+    outside: int, inside: int
+) -> None:
+    """Whoever walks through both has one stack."""
+    value = b"[" * inside + b"]" * inside
+    tree = b"[" * outside + b'{"~": "ranks", "v": [%b]}' % value + b"]" * outside
+    if outside + inside > 4 * MAX_DEPTH:
+        with pytest.raises(FormatError, match="nested deeper"):
+            read_tree(manifest_with(tree))
+    else:
+        assert read_tree(manifest_with(tree))
+
+
 @pytest.mark.parametrize(
     ("select", "names"),
     [
