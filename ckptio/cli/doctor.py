@@ -179,9 +179,13 @@ def _exchange(folder: str) -> tuple[State, str]:
     if not PosixFiles().exchange(f"{folder}/new", f"{folder}/old"):
         return "slow", "RENAME_EXCHANGE is not there: an overwrite replaces by plain rename"
     with open(f"{folder}/old", encoding="ascii") as file:
-        if file.read() == "new":
-            return "yes", "RENAME_EXCHANGE works: an overwrite notices that another one came first"
-    return "no", "RENAME_EXCHANGE did not exchange"
+        if file.read() != "new":
+            return "no", "RENAME_EXCHANGE did not exchange"
+    try:
+        open(f"{folder}/new", encoding="ascii").close()
+    except FileNotFoundError:
+        return "slow", "RENAME_EXCHANGE is a plain rename: an overwrite notices no other one"
+    return "yes", "RENAME_EXCHANGE works: an overwrite notices that another one came first"
 
 
 def _lock(folder: str) -> tuple[State, str]:

@@ -16,7 +16,8 @@ numbers were rejected: some mounts in user space give each name of a file its ow
 that was given up may be served later yet: the file that it would name goes as the commit fails,
 so that what is said of the failure stays true for whoever leaves all other files to be taken up.
 And an exchange that is carried out once more undoes the first, without any error (Linux repeats
-one that ends with ESTALE): so what has the name is read after that, too.
+one that ends with ESTALE): so what has the name is read after that, too. SeaweedFS renames where it
+is to exchange, and says that it has: so what is to be replaced is read before.
 """
 
 from __future__ import annotations
@@ -166,9 +167,10 @@ class ManifestName:
         Returns:
             Where the manifest that was replaced is now; nothing if there is none.
         """
+        before = self._before()
         try:
             if self._try(self._exchange, done=True):
-                return self.new
+                return self._kept(before)
         except FileNotFoundError:
             return ""
         self.may_stand = self._is_sent = False  # nothing was asked for that is not known here
@@ -183,6 +185,26 @@ class ManifestName:
         write_file(self._files, self.copy, old, self._config)
         self._try(self._files.replace, None)
         return self.copy
+
+    def _before(self) -> bytes:
+        """Read what is to be replaced; nothing if there is none, or it cannot be read."""
+        with contextlib.suppress(OSError):
+            return read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
+        return b""
+
+    def _kept(self, before: bytes) -> str:
+        """Say where a manifest is that was exchanged: in a copy, if it is gone all the same."""
+        try:
+            read_regular(self._files, self.new, MAX_MANIFEST_NBYTES)  # a look may know it yet
+        except FileNotFoundError:
+            path = self.new + REPLACED_SUFFIX
+            with contextlib.suppress(OSError):  # then its files go with the next save
+                if before:
+                    write_file(self._files, path, before, self._config)
+                    self.copy = path
+        except OSError:  # it is there, and whoever retires it says so
+            pass
+        return self.copy or self.new
 
     def _exchange(self, source: str, target: str) -> bool:
         """Exchange two names; false where the file system cannot, or the names do not stay so."""

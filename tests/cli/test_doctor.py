@@ -71,6 +71,17 @@ def test_doctor_says_what_a_mount_does_not_do(
     assert told["exchange"]["state"] == "slow"
 
 
+def test_doctor_says_so_where_an_exchange_is_a_plain_rename(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is as after an exchange, and what it was before is gone."""
+    monkeypatch.setattr(linux, "rename_exchange", os.replace)
+    _, document = run_json(capsys, "doctor", str(tmp_path))
+    (found,) = (each for each in document["findings"] if each["name"] == "exchange")
+    assert found["state"] == "slow"
+    assert "plain rename" in found["detail"]
+
+
 def is_directory(fd: int) -> bool:
     return stat.S_ISDIR(os.fstat(fd).st_mode)
 

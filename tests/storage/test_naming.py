@@ -14,6 +14,7 @@ import pytest
 from ckptio.errors import StorageError
 from ckptio.events import CleanupFailed
 from ckptio.format.pointer import encode_pointer
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.manifest_name import ManifestName
@@ -146,6 +147,63 @@ async def test_an_exchange_that_is_carried_out_twice_is_made_again(
     assert committed(tmp_path / "c") == NEW
     assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
     assert not log.of(CleanupFailed)
+
+
+class Renames(RecordingFiles):
+    """Renames where it is to exchange, and says that it has exchanged."""
+
+    def exchange(self, source: str, target: str) -> bool:
+        if not os.path.lexists(target):
+            return super().exchange(source, target)
+        self._step("exchange", target)
+        os.replace(source, target)
+        return True
+
+
+async def test_what_a_rename_replaces_that_should_exchange_goes(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The files of all its ranks, at once."""
+    files, log = Renames(), EventLog()
+    by_ranks = {data_file_name(A, rank, 0): b"x" * 5000 for rank in range(3)}
+    await write_files(storage_at(tmp_path / "c", executor, files, log), A, by_ranks)
+    await write_files(storage_at(tmp_path / "c", executor, files, log), B, NEW, overwrite=True)
+    assert committed(tmp_path / "c") == NEW
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
+    assert not log.of(CleanupFailed)
+
+
+@pytest.mark.parametrize("kind", ["create", "pwrite", "fsync", "fsync_dir"])
+async def test_what_a_rename_replaces_that_should_exchange_is_not_lost_by_a_failure(
+    tmp_path: Path, executor: Executor, kind: str
+) -> None:
+    """It comes back; or the new one stands, if it cannot be kept behind that rename."""
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files = Renames()
+    is_renamed = list[str]()
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "exchange":
+            is_renamed.append(operation.path)
+        elif is_renamed and operation.kind == kind:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    files.fault = fail
+    with contextlib.suppress(StorageError):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=True)
+    assert is_renamed
+    assert committed(tmp_path / "c") == (OLD if kind == "fsync_dir" else NEW)
+
+
+async def test_what_cannot_be_read_may_be_replaced_by_a_rename_that_should_exchange(
+    tmp_path: Path, executor: Executor
+) -> None:
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    (tmp_path / "c" / "manifest.json").write_bytes(b"")
+    await write_files(storage_at(tmp_path / "c", executor, Renames()), B, NEW, overwrite=True)
+    assert committed(tmp_path / "c") == NEW
+    await write_files(storage_at(tmp_path / "c", executor), C, OTHER, overwrite=True)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *OTHER])
 
 
 @pytest.mark.parametrize("operation", ["publish", "replace", "exchange"])
