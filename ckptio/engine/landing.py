@@ -292,7 +292,6 @@ class _Work:
             if self._is_over:
                 break
             self._do(index, memory, source, 0 if start is None else start + index * block)
-            self._num_done += 1
         return self._damage
 
     def check_some(self, memory: Memory, indices: Sequence[int]) -> list[CorruptionError]:

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import itertools
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
+    StateError,
     StorageError,
     TargetError,
 )
@@ -290,16 +291,22 @@ def test_sizes_are_checked_before_anything_changes(change: str) -> None:
         async with inline_engine({"memory": storage}) as engine:
             state = await saved(engine, [300 * KiB, 300 * KiB, 10])
             name = max(storage.files)
+            nbytes = len(storage.files[name])
             if change == "gone":
                 del storage.files[name]
+                found = "no such regular file", 0, nbytes
             elif change == "longer":
                 storage.files[name] += b"x"
+                found = f"a file of {nbytes + 1} bytes", nbytes, nbytes + 1
             else:
                 del storage.files[name][-1]
+                found = f"a file of {nbytes - 1} bytes", nbytes - 1, nbytes
             target = zeros_like(state)
             with pytest.raises(CorruptionError) as caught:
                 await engine.load("memory", into=target)
-            assert caught.value.file == name
+            error = caught.value
+            assert (error.file, error.start, error.stop) == (name, *found[1:])
+            assert error.problem == f"{found[0]} instead of one of {nbytes} bytes"
             assert_same(target, zeros_like(state))
             assert not any(op.kind == "pread_into" for op in storage.operations)
             report = await engine.verify("memory")
@@ -475,6 +482,72 @@ def test_a_slice_of_what_changed_as_it_was_read_is_given_to_nobody() -> None:
                 storage.fault = None
                 part = await engine.load_slice("memory", "t", slice(9))
                 assert torch.equal(part, torch.arange(9))
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["sizes", "open"])
+def test_what_is_found_to_be_overwritten_is_read_anew(kind: str) -> None:
+    """The manifest that was remembered is not trusted any more."""
+
+    def change(operation: Operation) -> None:
+        if operation.kind == kind:
+            raise CheckpointChangedError("memory")
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, [10 * KiB])
+            storage.fault = change
+            with pytest.raises(CheckpointChangedError):
+                await engine.load("memory")
+            storage.fault = None
+            storage.operations.clear()
+            for _ in range(2):  # the second time it is remembered again
+                assert_same(await engine.load("memory"), state)
+                kinds = [operation.kind for operation in storage.operations]
+                assert kinds.count("read_manifest") == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_is_taken_on_trust_is_looked_at_before_it_counts_as_damaged() -> None:
+    """Somebody else may have overwritten the checkpoint since its manifest was read."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        places = {"memory": storage}
+        async with (
+            inline_engine(places, config_with(cache_ttl_s=3600.0)) as engine,
+            inline_engine(places) as other,
+        ):
+            await saved(engine, [10 * KiB])
+            await engine.load("memory")
+            state = random_state([20 * KiB])
+            await other.save(state, "memory", overwrite=True)
+            with pytest.raises(CheckpointChangedError):
+                await engine.load("memory")
+            assert_same(await engine.load("memory"), state)
+
+    run_virtual(scenario(), seed=0)
+
+
+class CancelledOpen(MemoryStorage):
+    """Its files are opened as if somebody had cancelled that."""
+
+    async def open(self, name: str, nbytes: int) -> NoReturn:
+        del name, nbytes
+        raise asyncio.CancelledError
+
+
+def test_a_load_of_which_a_part_was_cancelled_fails() -> None:
+    """Groups of tasks take that for a success; the target would not be filled."""
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": CancelledOpen("memory")}) as engine:
+            await saved(engine, [10 * KiB])
+            with pytest.raises(StateError, match="a part of 'memory' was cancelled"):
+                await engine.load("memory")
 
     run_virtual(scenario(), seed=0)
 

@@ -39,6 +39,8 @@ def test_a_file_cut_off_while_it_is_verified_is_listed_with_the_rest() -> None:
             report = await engine.verify("memory")
             assert {error.file for error in report.damage} == {first, second}
             assert any("ends at byte 102400" in str(error) for error in report.damage)
+            places = [(error.file, error.start, error.stop) for error in report.damage]
+            assert len(set(places)) == len(places)  # each block is told once
             with pytest.raises(CorruptionError):
                 await engine.load("memory")
 
@@ -65,6 +67,8 @@ def test_what_the_disk_does_not_give_is_listed_with_the_rest(tmp_path: Path, cod
             report = engine.verify(tmp_path / "c")
             assert {error.file for error in report.damage} == {first.name, second.name}
             assert any(os.strerror(code) in str(error) for error in report.damage)
+            places = {(error.file, error.start) for error in report.damage}
+            assert len(places) == len(report.damage)  # each block is told once
         else:  # nothing is known of what is there
             with pytest.raises(StorageError):
                 engine.verify(tmp_path / "c")

@@ -27,7 +27,7 @@ from ckptio.storage.object_files import ObjectSource
 from ckptio.storage.store import StoreTraits
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, crash_at, hit, run_virtual
-from ckptio.testing.objects import FaultKind
+from ckptio.testing.objects import FaultKind, MemoryBackend
 from tests.manifests import block_checksums
 from tests.rig import (
     SAVE_IDS,
@@ -346,6 +346,70 @@ def test_why_a_file_cannot_be_read_is_told_though_it_cannot_be_looked_at(*, is_g
         with pytest.raises(StorageError, match="cannot read"):
             await source.read_into(0, memoryview(bytearray(10)))
 
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_request_reads_over_a_little_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that costs less than another one; it lands nowhere."""
+    monkeypatch.setattr(MemoryBackend, "gap_nbytes", lambda _: 8 * KiB)
+    state = random_state([8 * KiB] * 3)
+    ends = ["tensor0", "tensor2"]
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, state, config=SMALL)
+        store = MemoryStore(bucket)
+        async with inline_engine({"c": object_storage(store)}) as engine:
+            assert_same(await engine.load("c", select=ends), {name: state[name] for name in ends})
+        sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
+        assert sizes == [24 * KiB]
+
+    run_virtual(scenario(), seed=0)
+
+
+class DamagesSome(MemoryStore):
+    """What is read of several blocks at once has a wrong byte in all but the first."""
+
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
+        await super().get_into(key, start, room, match=match)
+        for at in range(SMALL.block_nbytes, len(room), SMALL.block_nbytes):
+            room[at] ^= 1
+
+
+def test_damaged_blocks_of_a_range_are_read_again_each_for_itself() -> None:
+    """All of them, and where they belong."""
+    block = SMALL.block_nbytes
+    state = random_state([SMALL.slab_nbytes])
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, state, config=SMALL)
+        store = DamagesSome(bucket)
+        async with inline_engine({"c": object_storage(store)}) as engine:
+            assert_same(await engine.load("c"), state)
+        sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
+        assert sizes.count(block) >= SMALL.slab_nbytes // block - 1 > 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_ends_before_it_should_is_damage() -> None:
+    """Also where it does so only as it is read."""
+
+    def cut(request: Operation) -> None:
+        if request.kind == "get_into":
+            bucket.put(request.path, bytes(100))
+
+    async def scenario() -> None:
+        await save(bucket, OLD)
+        store = MemoryStore(bucket)
+        async with inline_engine({"c": object_storage(store, config=CONFIG)}, CONFIG) as engine:
+            store.fault = cut
+            report = await engine.verify("c")
+        (damage,) = report.damage
+        assert damage.problem.startswith("the file ends at byte 100 ")
+
+    bucket = MemoryBucket()
     run_virtual(scenario(), seed=0)
 
 
