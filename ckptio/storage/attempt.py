@@ -37,10 +37,10 @@ from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
 from ckptio.storage.freeing import NO_ROOM, Freeing, with_room
 from ckptio.storage.leftovers import (
-    boot_id,
     files_of,
     find_leftovers,
     is_committed,
+    mark,
     read_summary,
     require_free,
 )
@@ -129,7 +129,7 @@ class LocalAttempt:
         locks = self._lock_marker()
         self._leads = True
         if locks:
-            self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
+            mark(self._files, self._lock_fd)
         else:  # one that was there may be so old that its save counts as dead
             self._stay()
         return locks

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
 from ckptio.storage.files import MAX_TRIES, NO_FILE
 from ckptio.storage.leftovers import (
-    boot_id,
     files_of,
     is_at,
+    is_at_home,
     is_committed,
+    mark,
     newest_s,
     notes_of,
     owner_of,
@@ -220,7 +221,7 @@ class Attempts:
             is_held = self._is_held(fd, path)
             if is_held:
                 with contextlib.suppress(OSError):  # the disk is full
-                    self.files.pwrite(fd, memoryview(boot_id()), 0)
+                    mark(self.files, fd)
         except BaseException:
             self._close(fd)
             raise
@@ -268,10 +269,9 @@ class Attempts:
             return None
         if is_free:
             return is_at(fd, path)
-        boot = os.pread(fd, 64, 0)
         marker = os.path.basename(path)
         names = [marker, *files_of(self.directory, marker.removeprefix(ATTEMPT_PREFIX))]
-        if boot != boot_id() and newest_s(self.directory, names) + QUIET_S < self.clock():
+        if not is_at_home(fd) and newest_s(self.directory, names) + QUIET_S < self.clock():
             return None
         raise OSError(
             errno.EBUSY, "it is being removed, or copied once more, or its save is not through"

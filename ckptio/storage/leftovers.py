@@ -5,7 +5,9 @@ a dead one.
 The file says under which boot of which kernel it was made. On the same one the lock
 decides. A mount may not carry locks from host to host, so the attempt of another host, or
 of this one before a reboot, counts as alive until it has been quiet for an hour: by the clock
-that dates files there, as that of this host may differ from a server's, or have been set.
+that dates files there, as that of this host may differ from a server's, or have been set. So it
+is with that of another mount of FUSE on this host, as in another container: SeaweedFS carries no
+locks from mount to mount.
 
 The files of a save of many ranks are covered by the lock of the rank that leads it. Another
 rank may be ahead of that one, so without any attempt its files too are left for an hour.
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import CheckpointExistsError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, OPENING
 from ckptio.format.summary import decode_summary
+from ckptio.storage import linux
 from ckptio.storage.anew import look_anew
 from ckptio.storage.file_names import (
     ATTEMPT_PREFIX,
@@ -246,6 +249,42 @@ def boot_id() -> bytes:
     return b""
 
 
+def home_of(fd: int) -> bytes:
+    """Name what the locks of a file reach: this boot of this kernel, and the mount if it is FUSE.
+
+    Empty where the system does not say. Of one length: a later one is written over it.
+
+    Raises:
+        OSError: Nobody can tell.
+    """
+    boot = boot_id()
+    if boot and linux.is_on_fuse(fd):
+        return b"%s/%08x" % (boot, os.fstat(fd).st_dev)
+    return boot
+
+
+def mark(files: PosixFiles, fd: int) -> None:
+    """Say in an attempt's file, which is locked, what its lock reaches; others see it from here on.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    files.pwrite(fd, memoryview(home_of(fd)), 0)
+    if linux.is_on_fuse(fd):
+        with contextlib.suppress(OSError):  # a disk that fails says so of what is written next
+            files.fsync(fd)  # SeaweedFS shows nobody else what is new and open before that
+
+
+def is_at_home(fd: int) -> bool:
+    """Whether what an attempt's file says is that its lock reaches here.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    said = os.pread(fd, 64, 0)
+    return bool(said) and said in (home_of(fd), boot_id())  # as earlier versions wrote it
+
+
 def _is_alive(
     files: PosixFiles, directory: str, marker: str, names: list[str], clock: Callable[[], float]
 ) -> bool:
@@ -260,8 +299,7 @@ def _is_alive(
     try:
         # written once the lock is held: an empty one is being made at this moment, or its
         # maker was killed just then; its lock must not be touched
-        boot = os.pread(fd, 64, 0)
-        if not boot or boot != boot_id():
+        if not is_at_home(fd):
             return not _is_quiet(directory, names, clock)
         return not files.lock(fd)
     except OSError:

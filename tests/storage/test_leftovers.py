@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from ckptio.errors import StorageError
 from ckptio.events import LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
+from ckptio.storage import linux
+from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.file_names import QUIET_S, data_file_name
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers, newest_s
@@ -34,7 +37,6 @@ from tests.rig import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
-    from pathlib import Path
 
     from ckptio.testing import Operation
 
@@ -281,6 +283,68 @@ def test_an_attempt_whose_lock_is_held_is_alive(directory: Path) -> None:
     assert leftovers(directory) == []
     files.close(fd)
     assert leftovers(directory) == sorted([*ALL_OF_B, marker.name])
+
+
+def test_an_attempt_of_another_mount_is_alive_until_it_is_quiet(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this host, of FUSE, which may have locks of its own; those of one mount are the same."""
+    monkeypatch.setattr(linux, "is_on_fuse", lambda _: True)
+    device = os.stat(directory).st_dev
+    marker = directory / f".attempt-{B}"
+    marker.write_bytes(b"%s/%08x" % (boot_id(), device + 1))
+    assert leftovers(directory) == []
+    for name in (*ALL_OF_B, marker.name):
+        os.utime(directory / name, (0, 0))
+    assert leftovers(directory) == sorted([*ALL_OF_B, marker.name])
+    for here in (b"%s/%08x" % (boot_id(), device), boot_id()):  # the latter by an earlier version
+        marker.write_bytes(here)
+        assert leftovers(directory) == sorted([*ALL_OF_B, marker.name])
+
+
+@pytest.mark.parametrize("is_removal", [False, True])
+async def test_an_attempt_on_fuse_is_shown_to_other_mounts(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch, *, is_removal: bool
+) -> None:
+    """SeaweedFS shows no new file before it is synced or closed. A failing sync is no obstacle."""
+    monkeypatch.setattr(linux, "is_on_fuse", lambda _: True)
+    await write_files(LocalStorage(str(tmp_path), SMALL, executor, EventLog()), A, {})
+    synced = list[str]()
+
+    def look(operation: Operation) -> None:
+        if operation.kind == "fsync" and "/.attempt-" in operation.path:
+            synced.append(Path(operation.path).read_text(encoding="ascii"))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    files = RecordingFiles(look)
+    if is_removal:
+        mode = SMALL.file_mode
+        with Attempts(files, str(tmp_path), mode, lambda *_: None, lambda: 0.0).held(A):
+            pass
+    else:
+        storage = LocalStorage(str(tmp_path), SMALL, executor, EventLog(), files)
+        await (await storage.begin(B, overwrite=True)).abort()
+    assert synced == [f"{boot_id().decode()}/{os.stat(tmp_path).st_dev:08x}"]
+
+
+async def test_a_save_by_another_mount_of_this_host_keeps_its_files(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no lock reaches from mount to mount, it is taken for alive."""
+    monkeypatch.setattr(linux, "is_on_fuse", lambda _: True)
+    attempt = await LocalStorage(str(tmp_path), SMALL, executor, EventLog()).begin(
+        B, overwrite=True
+    )
+    await fill_attempt(attempt, contents_of(B, 5000))
+    marker = tmp_path / f".attempt-{B}"
+    here = marker.read_bytes()
+    assert here == b"%s/%08x" % (boot_id(), os.stat(tmp_path).st_dev)
+    marker.unlink()  # as the other mount shows it: without its lock
+    marker.write_bytes(b"%s/%08x" % (boot_id(), os.stat(tmp_path).st_dev + 1))
+    storage = LocalStorage(str(tmp_path), SMALL, executor, EventLog())
+    await write_files(storage, C, contents_of(C, 10), overwrite=True)
+    await attempt.commit(manifest_of(B, contents_of(B, 5000)))
+    assert committed(tmp_path) == contents_of(B, 5000)
 
 
 @pytest.mark.parametrize("boot", [b"", ANOTHER_BOOT])
