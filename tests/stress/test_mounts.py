@@ -11,8 +11,10 @@ namespaces that reach it:
 
 Ran so with the client and the server of Linux 6.1, versions 3 and 4.2 of NFS, and one of each; with
 CephFS 16, mounted twice by `ceph-fuse`; with a replicated volume of GlusterFS 10, mounted twice;
-and with two mounts of MooseFS 3. sshfs fails: it answers for 20 s from what it knows. So does SMB
-of Linux 6.1, where tests fail at times: for a second (`actimeo`).
+with two mounts of MooseFS 3; with two of JuiceFS 1.4 (metadata in Redis, objects in a directory),
+also with `--writeback`, with `--cache-size 0`, and with names and attributes kept for 5 s; and with
+two of SeaweedFS 4.48. sshfs fails: it answers for 20 s from what it knows. So does SMB of Linux
+6.1, where tests fail at times: for a second (`actimeo`).
 """
 
 from __future__ import annotations
