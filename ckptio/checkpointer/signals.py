@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class SignalWatch:
     """Handlers of some signals, from `start` to `stop`, once. Both on the main thread.
 
+    A `stop` before any `start` does nothing: what could not be opened may be opened again.
+
     Args:
         signals: Which.
         on_signal: Called on the main thread, between any two instructions of it, with the
@@ -67,6 +69,8 @@ class SignalWatch:
             ValueError: This is not the main thread, and so cannot give them back. They are
                 passed on to what was there before.
         """
+        if not self._before:
+            return
         self._on_signal = None
         _started.discard(self)
         for number in self._before:

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio import sync
+from ckptio import ConfigError, EngineClosedError, sync
 from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.events import Preempted
@@ -341,6 +342,34 @@ def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
         while not checkpointer._core.ending.is_called:
             os.sched_yield()
     assert checkpointer.preempted
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_what_could_not_be_opened_hears_signals_when_it_is(
+    tmp_path: Path, heard: list[str], *, is_elsewhere: bool
+) -> None:
+    """Off the main thread, or before its engine was open, it had not taken them over."""
+    engine = sync.Engine(SMALL)
+    checkpointer = sync.Checkpointer(tmp_path, engine=engine, preempt_signals=[USR1])
+
+    def enter() -> None:
+        with pytest.raises(ConfigError if is_elsewhere else EngineClosedError), checkpointer:
+            pass
+
+    if not is_elsewhere:
+        enter()
+    with engine:
+        if is_elsewhere:
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+        with checkpointer:
+            signal.raise_signal(USR1)
+            assert heard == []
+            while not checkpointer.should_save(1):
+                os.sched_yield()
+            checkpointer.save({"x": 1}, 1)
+        assert checkpointer.preempted
 
 
 @pytest.mark.parametrize("reason", ["going", ""])
