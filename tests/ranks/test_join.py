@@ -252,15 +252,25 @@ async def test_who_comes_when_all_have_met_is_told_that_nobody_waits(
 
 
 async def test_a_rank_0_that_does_not_begin_is_waited_for_no_longer_than_it_is_looked_for(
-    store: Any, threads: Executor
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
     """It is there, and was told to wait longer, by a variable that only it has."""
-    tight, patient = Deadlines(peer_s=0.5, meet_s=0.2), Deadlines(peer_s=0.5, meet_s=20)
+    loop, passed_s = asyncio.get_running_loop(), [0.0]
+    now_s = loop.time
+
+    async def hear_nothing(_: Member, wait_s: float) -> bool:
+        passed_s.append(wait_s)
+        return False
+
+    monkeypatch.setattr(Member, "has_news", hear_nothing)
+    monkeypatch.setattr(loop, "time", lambda: now_s() + sum(passed_s))
+    patient = Deadlines(peer_s=10, meet_s=500)
     leading = asyncio.create_task(join(place(store, 0), deadlines=patient, executor=threads))
     while not store.check(["ckptio/g/3/meeting/1"]):
         await asyncio.sleep(0.001)
-    with pytest.raises(PeerLostError, match=r"rank 0: lost, it did not begin within 0\.2 s"):
-        await join(place(store, 1), deadlines=tight, executor=threads)
+    with pytest.raises(PeerLostError, match=r"rank 0: lost, it did not begin within 20 s"):
+        await join(place(store, 1), deadlines=LONG, executor=threads)
+    assert sum(passed_s) <= LONG.meet_s + LONG.peer_s
     leading.cancel()
     await asyncio.wait((leading,))
 
