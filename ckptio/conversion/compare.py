@@ -187,8 +187,11 @@ class _Count:
             return
         if packed is not None:
             a, b = (raw_bytes(side).reshape(-1, packed.itemsize) for side in (a, b))
-        for start in range(0, len(a), _NUM_AT_ONCE):
-            self._add(a[start : start + _NUM_AT_ONCE], b[start : start + _NUM_AT_ONCE], packed)
+        num_at_once = _NUM_AT_ONCE
+        if packed is not None and packed.kind in "SU":  # of which each byte is compared
+            num_at_once = max(1, _NUM_AT_ONCE // packed.itemsize)
+        for start in range(0, len(a), num_at_once):
+            self._add(a[start : start + num_at_once], b[start : start + num_at_once], packed)
 
     def _add(self, a: torch.Tensor, b: torch.Tensor, packed: np.dtype[Any] | None) -> None:
         bits = [raw_bytes(side).reshape(len(side), -1) for side in (a, b)]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptio.__main__ import main
-from ckptio.conversion.compare import run_diff
+from ckptio.conversion.compare import _Count, run_diff
 from ckptio.errors import FormatError
 from tests.cli.rig import data_file, flip, make_state, rewrite, run_json, save_at
 from tests.rig import SMALL
@@ -240,6 +241,33 @@ def test_texts_of_arrays_differ_one_by_one(tmp_path: Path) -> None:
     paths = [save_at(tmp_path / str(i), {"x": array}) for i, array in enumerate((a, b))]
     (found,) = run_diff(*paths, config=SMALL).differences
     assert (found.num_elements, found.num_different) == (3, 1)
+
+
+class Widest(TorchDispatchMode):
+    """Sees how large what torch makes of bytes is."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        del types
+        made: torch.Tensor = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.int64, torch.float64):
+            self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("dtype", ["S400", "U100", "U500000"])
+def test_long_texts_are_compared_some_at_a_time(dtype: str) -> None:
+    """Numbers of all their bytes would take eight times their memory."""
+    packed, nbytes = np.dtype(dtype), 4_000_000
+    a, b = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    b[-1], count = 7, _Count()
+    with Widest() as widest:  # type: ignore[no-untyped-call]  # torch's own
+        count.add(a, b, packed)
+    assert (count.num_different, count.largest) == (1, 7.0)
+    assert 0 < widest.nbytes <= 8 * max(1 << 20, packed.itemsize)
 
 
 def test_an_array_that_is_not_all_there_is_no_difference(tmp_path: Path) -> None:
