@@ -328,11 +328,14 @@ def _unpacked(rows: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
     """Give an array's elements, a row of bytes each, as ones of torch; texts stay bytes."""
     if dtype.kind in "SU":
         return rows
+    import numpy as np  # noqa: PLC0415  # here already, as its type is
+
     array = rows.numpy().view(dtype)[:, 0]
     if dtype.kind in "mM":  # a count since some day
         array = array.view(dtype.str[0] + "i8")
     elif dtype.kind in "fc" and dtype.itemsize > _MAX_NBYTES[dtype.kind]:
-        array = array.astype(f"{dtype.kind}{_MAX_NBYTES[dtype.kind]}")
+        with np.errstate(over="ignore"):  # what is too large is infinite
+            array = array.astype(f"{dtype.kind}{_MAX_NBYTES[dtype.kind]}")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 

@@ -235,6 +235,17 @@ def test_arrays_are_compared_by_their_elements(dtype: str, tmp_path: Path) -> No
     assert (found.num_elements, found.num_different, found.largest) == (5, 1, 300.0)
 
 
+@pytest.mark.skipif(np.finfo("g").max == np.finfo("d").max, reason="no wider floats here")
+@pytest.mark.parametrize("dtype", ["g", "G"])
+def test_numbers_that_are_too_large_for_torch_are_infinite(dtype: str, tmp_path: Path) -> None:
+    """And numpy warns nobody of them."""
+    a, b = np.zeros(3, dtype), np.zeros(3, dtype)
+    b[1] = np.finfo("g").max
+    paths = [save_at(tmp_path / str(i), {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_different, found.largest) == (1, math.inf)
+
+
 def test_texts_of_arrays_differ_one_by_one(tmp_path: Path) -> None:
     """Not byte by byte."""
     a, b = np.array(["one", "two", "six"]), np.array(["one", "ten", "six"])
