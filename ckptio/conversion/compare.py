@@ -46,6 +46,8 @@ Reason = Literal["kind", "dtype", "shape", "bits", "value"]
 _NUM_AT_ONCE = 1 << 20
 #: Of numbers that torch knows, by numpy's word for their kind.
 _MAX_NBYTES = {"f": 8, "c": 16}
+#: What numpy stores for what is no time.
+_NO_TIME = torch.iinfo(torch.int64).min
 #: Characters of a value that are shown.
 _MAX_SHOWN = 200
 
@@ -201,6 +203,8 @@ class _Count:
             a, b = _unpacked(a, packed), _unpacked(b, packed)
         x, y = _as_numbers(a)[different], _as_numbers(b)[different]
         gap = _between(x, y) if x.dtype is torch.int64 else (x - y).abs()
+        if packed is not None and packed.kind in "mM":  # or no time, which numpy calls NaT
+            gap[(x == _NO_TIME) | (y == _NO_TIME)] = math.nan
         gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
         if gap.numel():
             found = float(gap.max())  # nan, if there is one

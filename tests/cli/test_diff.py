@@ -246,6 +246,17 @@ def test_numbers_that_are_too_large_for_torch_are_infinite(dtype: str, tmp_path:
     assert (found.num_different, found.largest) == (1, math.inf)
 
 
+@pytest.mark.parametrize("dtype", ["<M8[s]", ">m8[ns]"])
+def test_what_is_no_time_is_no_number(dtype: str, tmp_path: Path) -> None:
+    """Its bits are those of the smallest number."""
+    a, b = np.zeros(3, dtype), np.zeros(3, dtype)
+    b[1:] = "NaT", 300
+    paths = [save_at(tmp_path / str(i), {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert found.num_different == 2
+    assert math.isnan(found.largest)
+
+
 def test_texts_of_arrays_differ_one_by_one(tmp_path: Path) -> None:
     """Not byte by byte."""
     a, b = np.array(["one", "two", "six"]), np.array(["one", "ten", "six"])
