@@ -96,7 +96,10 @@ def numpy_dtype(name: object) -> np.dtype[Any]:
 
     if not isinstance(name, str) or not _NUMPY_NAME.fullmatch(name):
         raise FormatError(f"bad numpy dtype {name!r} in the manifest")
-    return np.dtype(name)
+    try:
+        return np.dtype(name)
+    except TypeError:  # numpy has none of that size, at least not here
+        raise FormatError(f"numpy knows no dtype {name!r}, as one in the manifest is") from None
 
 
 def numpy_scalar(name: object, encoded: str) -> np.generic:

@@ -300,3 +300,15 @@ def test_an_array_that_is_not_all_there_is_no_difference(tmp_path: Path) -> None
     for paths in ((a, b), (b, a)):
         with pytest.raises(FormatError, match="does not have 12 bytes"):
             run_diff(*paths, config=SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["<f3", "<c1", "<U999999999"])
+def test_an_array_of_no_type_is_no_difference(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But a manifest that no save writes, though it looks like one."""
+    paths = [save_at(tmp_path / str(i), {"x": np.full(12, i, np.float32)}) for i in range(2)]
+    for path in paths:
+        rewrite(path, tree=b'{"x": {"~": "np", "t": 0, "d": "%s", "s": [16]}}' % dtype.encode())
+    assert main(["diff", *map(str, paths)]) == 2
+    assert f"no dtype {dtype!r}" in capsys.readouterr().err
