@@ -44,8 +44,9 @@ _SCALAR_TAGS = frozenset(
 #: Keys of these are equal to others of the same value.
 _VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
 _TUPLE_TAGS = ("tuple", "namedtuple", "torch.Size")
-#: JSON values inside each other, at most: a mapping of pairs takes three for one container.
-_MAX_JSON_LEVELS = 4 * MAX_DEPTH
+#: JSON values inside each other, at most: an enum takes one, a mapping of pairs takes three for one
+#: container, and then there is what each rank has. All can walk through so many.
+_MAX_JSON_LEVELS = 4 * MAX_DEPTH + 4
 
 
 def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
@@ -138,8 +139,11 @@ def _check(
         may_have_ranks: Whether a node may be a value of each rank.
     """
     has_ranks = False
+    ahead: list[list[Json]] = [level, [], [], []]  # by how many levels further down
     for num_above in range(max_levels):
-        below: list[Json] = []
+        level = ahead.pop(0)
+        below = ahead[0]
+        ahead.append([])
         for node in level:
             if type(node) is list:
                 below += node
@@ -151,18 +155,17 @@ def _check(
                     type(tag) is int
                     and 0 <= tag < num_tensors
                     and (len(node) == 1 or _has_order(node))
-                ) or (type(tag) is str and _fits(tag, node, num_tensors, owned, below)):
+                ) or (type(tag) is str and _fits(tag, node, num_tensors, owned, ahead)):
                     continue
                 elif may_have_ranks and tag == RANKS_TAG and _is_list_of_ranks(node):
                     values = [value for value in node["v"] if value != ABSENT]
-                    left = max_levels - num_above
+                    left = max_levels - num_above - 2
                     _check(values, num_tensors, owned, left, may_have_ranks=False)
                     has_ranks = True
                 else:
                     raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")
-        if not below:
+        if not any(ahead):
             return has_ranks
-        level = below
     raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
 
 
@@ -176,9 +179,9 @@ def _is_list_of_ranks(node: dict[str, Json]) -> bool:
 
 
 def _fits(
-    tag: str, node: dict[str, Json], num_tensors: int, owned: set[int], below: list[Json]
+    tag: str, node: dict[str, Json], num_tensors: int, owned: set[int], ahead: list[list[Json]]
 ) -> bool:
-    """Whether a node has the members of its tag; what it contains goes to `below`.
+    """Whether a node has the members of its tag; what it contains goes to `ahead`.
 
     Raises:
         FormatError: Too many of its keys have one hash.
@@ -190,21 +193,21 @@ def _fits(
         if "m" in node:
             if tag != "odict" or type(node["m"]) is not dict:
                 return False
-            below.append(node["m"])
+            ahead[0].append(node["m"])
         if type(value) is dict and tag in _DICT_TAGS:
-            below += value.values()
+            ahead[1] += value.values()
             return True
         if type(value) is not list or not all(type(p) is list and len(p) == 2 for p in value):  # noqa: PLR2004  # pairs
             return False
-        below += [item for pair in value for item in pair]
+        ahead[2] += [item for pair in value for item in pair]
         refuse_crowd([key for key, _ in value])
         return tag in _DICT_TAGS or all(type(pair[0]) is str for pair in value)
     if tag in ("tuple", "set", "frozenset"):
-        below.append(value)
+        ahead[0].append(value)
         refuse_crowd(value if tag != "tuple" and type(value) is list else ())
         return type(value) is list
     if tag == "enum":
-        below.append(value)
+        ahead[0].append(value)
     return tag in _SCALAR_TAGS and "v" in node
 
 

@@ -26,6 +26,7 @@ from ckptio.state.tree import (
     keys_of,
     orders_in,
     read_tree,
+    renumbered,
     tensor_index,
     walk,
 )
@@ -184,7 +185,7 @@ def test_a_tree_may_be_written_in_other_ways() -> None:
     assert found == {"é": [1.5, 100.0, 0.0, 12345678901234567890], "a/b": {"a": "a", "b": "a"}}
 
 
-@pytest.mark.parametrize("depth", [4 * MAX_DEPTH + 1, 5_000, 200_000])
+@pytest.mark.parametrize("depth", [4 * MAX_DEPTH + 5, 5_000, 200_000])
 def test_a_tree_that_is_too_deep_is_refused(depth: int) -> None:
     """By a count, or by the parser; never by the stack."""
     with pytest.raises(FormatError):
@@ -203,6 +204,31 @@ def test_levels_in_a_value_of_each_rank_count_with_those_around_it(
             read_tree(manifest_with(tree))
     else:
         assert read_tree(manifest_with(tree))
+
+
+@pytest.mark.parametrize(
+    ("node", "depth", "is_read"),
+    [
+        (b'{"~": "dict", "v": [[1, %b]]}', 134, True),
+        (b'{"~": "dict", "v": [[1, %b]]}', 135, False),
+        (b'{"~": "odict", "v": {"a": %b}}', 201, True),
+        (b'{"~": "odict", "v": {"a": %b}}', 202, False),
+        (b'{"~": "tuple", "v": [%b]}', 201, True),
+        (b'{"~": "tuple", "v": [%b]}', 202, False),
+        (b'{"~": "enum", "c": "m:E", "v": {"~": "dict", "v": [[1, %b]]}}', 100, True),
+        (b'{"~": "enum", "c": "m:E", "v": {"~": "dict", "v": [[1, %b]]}}', 101, False),
+    ],
+)
+def test_levels_count_as_they_are_written(node: bytes, depth: int, *, is_read: bool) -> None:
+    """All that a save writes is read, and all that is read has room on every stack."""
+    tree = b"1"
+    for _ in range(depth):
+        tree = node % tree
+    if is_read:
+        assert renumbered(read_tree(manifest_with(tree)), int)
+    else:
+        with pytest.raises(FormatError, match="nested deeper"):
+            read_tree(manifest_with(tree))
 
 
 @pytest.mark.parametrize(
