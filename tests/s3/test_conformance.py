@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -8,108 +8,88 @@ from ckptio.testing.conformance import BackendConformance
 from tests.s3.servers import BUCKET
 
 if TYPE_CHECKING:
+    from ckptio.config import S3Client
     from tests.s3.servers import Server
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
 
 
-class TestMoto(BackendConformance):
+class OnServer(BackendConformance):
+    """A store of a server that a fixture runs."""
+
+    server: ClassVar[str]
+    has_uploads = True
+
+    @pytest.fixture(autouse=True)
+    def reach(self, request: pytest.FixtureRequest) -> None:
+        """Say how to get there."""
+        server: Server = request.getfixturevalue(self.server)
+        type(self).storage_options = server.options
+
+
+class WithObstore:
+    """The same, with the bytes carried by obstore."""
+
+    s3_client: S3Client = "obstore"
+    has_uploads = False  # they are begun while the first part is on its way
+
+
+class TestMoto(OnServer):
     """A simulation of Amazon's."""
 
+    server = "moto"
     url = f"s3://{BUCKET}/moto"
-    has_uploads = True
-
-    @pytest.fixture(autouse=True)
-    def reach(self, moto: Server) -> None:
-        """Say how to get there."""
-        type(self).storage_options = moto.options
 
 
-class TestMotoWithObstore(TestMoto):
-    """The same, with the bytes carried by obstore."""
-
+class TestMotoWithObstore(WithObstore, TestMoto):
     url = f"s3://{BUCKET}/moto-obstore"
-    s3_client = "obstore"
-    has_uploads = False  # they are begun while the first part is on its way
 
 
 @pytest.mark.real_s3
-class TestCeph(BackendConformance):
+class TestCeph(OnServer):
     """Ceph's gateway."""
 
+    server = "ceph"
     url = f"s3://{BUCKET}/ceph"
-    has_uploads = True
-
-    @pytest.fixture(autouse=True)
-    def reach(self, ceph: Server) -> None:
-        """Say how to get there."""
-        type(self).storage_options = ceph.options
 
 
 @pytest.mark.real_s3
-class TestCephWithObstore(TestCeph):
-    """The same, with the bytes carried by obstore."""
-
+class TestCephWithObstore(WithObstore, TestCeph):
     url = f"s3://{BUCKET}/ceph-obstore"
-    s3_client = "obstore"
-    has_uploads = False  # they are begun while the first part is on its way
 
 
 @pytest.mark.real_s3
-class TestSwift(BackendConformance):
+class TestSwift(OnServer):
     """OpenStack Swift's S3 interface."""
 
+    server = "swift"
     url = f"s3://{BUCKET}/swift"
-    has_uploads = True
-
-    @pytest.fixture(autouse=True)
-    def reach(self, swift: Server) -> None:
-        """Say how to get there."""
-        type(self).storage_options = swift.options
 
 
 @pytest.mark.real_s3
-class TestSwiftWithObstore(TestSwift):
-    """The same, with the bytes carried by obstore."""
-
+class TestSwiftWithObstore(WithObstore, TestSwift):
     url = f"s3://{BUCKET}/swift-obstore"
-    s3_client = "obstore"
-    has_uploads = False  # they are begun while the first part is on its way
 
 
 @pytest.mark.real_s3
-class TestSeaweedFS(BackendConformance):
+class TestSeaweedFS(OnServer):
     """SeaweedFS's S3 gateway."""
 
+    server = "seaweedfs"
     url = f"s3://{BUCKET}/seaweedfs"
-    has_uploads = True
-
-    @pytest.fixture(autouse=True)
-    def reach(self, seaweedfs: Server) -> None:
-        """Say how to get there."""
-        type(self).storage_options = seaweedfs.options
 
 
 @pytest.mark.real_s3
-class TestSeaweedFSWithObstore(TestSeaweedFS):
-    """The same, with the bytes carried by obstore."""
-
+class TestSeaweedFSWithObstore(WithObstore, TestSeaweedFS):
     url = f"s3://{BUCKET}/seaweedfs-obstore"
-    s3_client = "obstore"
-    has_uploads = False  # they are begun while the first part is on its way
 
 
 @pytest.mark.real_s3
-class TestJuiceFS(BackendConformance):
+class TestJuiceFS(OnServer):
     """JuiceFS's gateway, which is MinIO's of 2021."""
 
+    server = "juicefs"
     url = f"s3://{BUCKET}/juicefs"
-    has_uploads = True
-
-    @pytest.fixture(autouse=True)
-    def reach(self, juicefs: Server) -> None:
-        """Say how to get there."""
-        type(self).storage_options = juicefs.options
 
     async def test_a_condition_holds_or_nothing_is_written(self) -> None:
         """It is not even looked at here, and nothing says so: `ckptio doctor` finds that out."""
@@ -121,9 +101,5 @@ class TestJuiceFS(BackendConformance):
 
 
 @pytest.mark.real_s3
-class TestJuiceFSWithObstore(TestJuiceFS):
-    """The same, with the bytes carried by obstore."""
-
+class TestJuiceFSWithObstore(WithObstore, TestJuiceFS):
     url = f"s3://{BUCKET}/juicefs-obstore"
-    s3_client = "obstore"
-    has_uploads = False  # they are begun while the first part is on its way
