@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckptio.errors import FormatError
-from ckptio.format.encode import MAX_LEVELS, TAG, join_fqn
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.layout import nbytes_of
 from ckptio.state.tree import children, read_tree, tensor_index
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["container", "tensor", "array", "bytes", "value"]
 _KINDS: dict[str, Kind] = {"np": "array", "bytes": "bytes", "bytearray": "bytes"}
-#: As deep as values are: in a value of each rank, which is a level itself, it counts anew.
-_MAX_LEVELS = 2 * (MAX_LEVELS + 1)
 _ROOT = "state"  # a state that is no container has no name of its own
 _SEQUENCES = ("tuple", "set", "frozenset")
 _ABSENT = {TAG: "absent"}
@@ -118,17 +115,17 @@ class _Walk:
         """List all places.
 
         Raises:
-            FormatError: The tree is too deep, or has a key that is none.
+            FormatError: The tree has a key that is none.
         """
-        self._find_owners("", self._tree, 0)
+        self._find_owners("", self._tree)
         yield from self._visit("", None, self._tree, 0)
 
-    def _find_owners(self, fqn: str, node: Json, depth: int) -> None:
+    def _find_owners(self, fqn: str, node: Json) -> None:
         """Find the first place of each stored tensor that is no view of it."""
-        for name, _, item in _items(fqn, node, depth):
+        for name, _, item in _items(fqn, node):
             index = tensor_index(item)
             if index is None:
-                self._find_owners(name, item, depth + 1)
+                self._find_owners(name, item)
             elif item[TAG] != "view":
                 self._owners.setdefault(index, name)
 
@@ -143,7 +140,7 @@ class _Walk:
         if index is not None:
             yield self._tensor(name, label, inner, index, depth)
             return
-        items = [] if _is_value(node) else list(_items(fqn, node, depth))
+        items = [] if _is_value(node) else list(_items(fqn, node))
         if not items:
             yield Entry(name=name, label=label, depth=depth, kind="value", node=node)
             return
@@ -181,10 +178,8 @@ class _Walk:
         )
 
 
-def _items(fqn: str, node: Json, depth: int) -> Iterator[tuple[str, str, Json]]:
+def _items(fqn: str, node: Json) -> Iterator[tuple[str, str, Json]]:
     """Give name, label and node of what a container holds; nothing for a scalar."""
-    if depth > _MAX_LEVELS:
-        raise FormatError(f"values nested deeper than {_MAX_LEVELS} in the manifest")
     start = len(fqn) + 1 if fqn else 0
     if type(node) is list:
         for i, item in enumerate(node):

@@ -18,7 +18,7 @@ from ckptio.errors import FormatError
 from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.doubles import require_distinct
-from ckptio.format.encode import MAX_DEPTH, MAX_LEVELS, RANKS_TAG, TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
 from ckptio.format.words import decode_word
 from ckptio.plan.trees import ABSENT
 from ckptio.state.references import is_naturals, is_reference
@@ -139,7 +139,7 @@ def _check(
         may_have_ranks: Whether a node may be a value of each rank.
     """
     has_ranks = False
-    ahead: list[list[Json]] = [level, [], [], []]  # by how many levels further down
+    ahead: list[list[Json]] = [level, [], []]  # by how many levels further down
     for num_above in range(max_levels):
         level = ahead.pop(0)
         below = ahead[0]
@@ -166,7 +166,7 @@ def _check(
                     raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")
         if not any(ahead):
             return has_ranks
-    raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
+    raise FormatError("values nested deeper in the manifest than any save nests them")
 
 
 def _has_order(node: dict[str, Json]) -> bool:
