@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     Key = tuple[str, tuple[Hashable, ...]]
 
 Reason = Literal["kind", "dtype", "shape", "bits", "value"]
-#: Elements that are compared as float64 at a time: 8 MiB.
+#: Elements that are compared as numbers of 64 bits at a time: 8 MiB.
 _NUM_AT_ONCE = 1 << 20
 #: Of numbers that torch knows, by numpy's word for their kind.
 _MAX_NBYTES = {"f": 8, "c": 16}
-#: What numpy stores for what is no time.
-_NO_TIME = torch.iinfo(torch.int64).min
+#: The least number of 64 bits; what numpy stores for what is no time.
+_LEAST = torch.iinfo(torch.int64).min
 #: Characters of a value that are shown.
 _MAX_SHOWN = 200
 
@@ -204,7 +204,7 @@ class _Count:
         x, y = _as_numbers(a)[different], _as_numbers(b)[different]
         gap = _between(x, y) if x.dtype is torch.int64 else (x - y).abs()
         if packed is not None and packed.kind in "mM":  # or no time, which numpy calls NaT
-            gap[(x == _NO_TIME) | (y == _NO_TIME)] = math.nan
+            gap[(x == _LEAST) | (y == _LEAST)] = math.nan
         gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
         if gap.numel():
             found = float(gap.max())  # nan, if there is one
@@ -355,7 +355,7 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.complex128)
     tensor = as_integers(tensor)
     if tensor.dtype is torch.uint64:  # as far apart, and in the same order
-        return tensor.view(torch.int64) ^ torch.iinfo(torch.int64).min
+        return tensor.view(torch.int64) ^ _LEAST
     if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
         return tensor.to(torch.int64)
     try:
