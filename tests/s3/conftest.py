@@ -11,7 +11,8 @@ from tests.s3 import seaweedfs as weed
 from tests.s3 import servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from tests.s3.servers import Server
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 def runtime() -> None:
     """Have obstore's threads begin, which end with the process, before a test looks for leaks."""
     obstore.put(obstore.store.MemoryStore(), "a", b"a")
+
+
+def run(
+    name: str, missing: str, start: Callable[[], AbstractContextManager[Server]]
+) -> Iterator[Server]:
+    """Run a server for a fixture; skip what wants it where something is missing."""
+    if missing:
+        pytest.skip(f"no {name} here: {missing}")
+    with start() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -32,37 +43,25 @@ def moto() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def ceph() -> Iterator[Server]:
     """Run Ceph with an empty bucket."""
-    if missing := servers.missing_ceph():
-        pytest.skip(f"no Ceph here: {missing}")
-    with servers.ceph() as server:
-        yield server
+    yield from run("Ceph", servers.missing_ceph(), servers.ceph)
 
 
 @pytest.fixture(scope="session")
 def swift() -> Iterator[Server]:
     """Run OpenStack Swift with an empty bucket."""
-    if missing := servers.missing_swift():
-        pytest.skip(f"no OpenStack Swift here: {missing}")
-    with servers.swift() as server:
-        yield server
+    yield from run("OpenStack Swift", servers.missing_swift(), servers.swift)
 
 
 @pytest.fixture(scope="session")
 def seaweedfs() -> Iterator[Server]:
     """Run SeaweedFS with an empty bucket."""
-    if missing := weed.missing():
-        pytest.skip(f"no SeaweedFS here: {missing}")
-    with weed.seaweedfs() as server:
-        yield server
+    yield from run("SeaweedFS", weed.missing(), weed.seaweedfs)
 
 
 @pytest.fixture(scope="session")
 def juicefs() -> Iterator[Server]:
     """Run JuiceFS's gateway, which is MinIO's of 2021, with an empty bucket."""
-    if missing := gateway.missing():
-        pytest.skip(f"no JuiceFS here: {missing}")
-    with gateway.juicefs() as server:
-        yield server
+    yield from run("JuiceFS", gateway.missing(), gateway.juicefs)
 
 
 @pytest.fixture(
