@@ -92,9 +92,10 @@ def _in_process_group(distributed: Any, group: Any) -> Place | None:
     """Stand where the process group says."""
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise ConfigError(f"ranks= is a process group that this rank is in, not {shown(group)}")
-    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
-    if rank < 0:
-        raise ConfigError("this rank is not in the process group; only its ranks may use it")
+    try:
+        rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
+    except ValueError:  # torch knows it no more
+        raise ConfigError("ranks= is a process group that was destroyed; pass a new one") from None
     if world_size == 1:
         return None
     members = distributed.get_process_group_ranks(group or distributed.group.WORLD)

@@ -945,8 +945,32 @@ async def test_ranks_meet_through_the_store_of_torchrun(threads: Executor) -> No
 
 def test_what_is_no_process_group_is_refused() -> None:
     """As is a group that this rank is not in, which torch shows as an object of its own."""
-    with pytest.raises(ConfigError, match="is a process group"):
-        find_place("group", {}, timeout_s=1)
+    for group in ("group", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ConfigError, match=f"group that this rank is in, not {group!r}"):
+            find_place(group, {}, timeout_s=1)
+
+
+def test_a_process_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
+    """Before another one is initialised, and when that has the ranks that it had."""
+
+    def initialise(name: str) -> None:
+        where = f"file://{tmp_path}/{name}"
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+
+    def require_refused() -> None:
+        for group in groups:
+            with pytest.raises(ConfigError, match="group that was destroyed; pass a new one"):
+                find_place(group, {}, timeout_s=1)
+
+    initialise("before")
+    groups = dist.group.WORLD, dist.new_group([0])
+    dist.destroy_process_group()
+    require_refused()
+    initialise("after")
+    try:
+        require_refused()
+    finally:
+        dist.destroy_process_group()
 
 
 async def test_a_process_group_of_one_is_alone(tmp_path: Path, threads: Executor) -> None:
