@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 #: Who takes part, as a caller says it.
 RanksLike = Union[Literal["auto", "solo"], "torch.distributed.ProcessGroup"]
 _GROUP_DIGITS = 16
+_NUM_PORTS = 1 << 16
 
 
 async def ranks_of(
@@ -131,6 +132,9 @@ def _in_environment(environ: Mapping[str, str], timeout_s: float) -> Place | Non
             " torch.distributed.init_process_group was called (Lightning sets RANK no sooner), or"
             f" set RANK from 0 to {world_size - 1}; where one rank saves alone, pass ranks='solo'"
         )
+    if port is not None and not 0 < port < _NUM_PORTS:
+        found = shown(environ["MASTER_PORT"])
+        raise ConfigError(f"MASTER_PORT must be from 1 to {_NUM_PORTS - 1}, not {found}")
     address = environ.get("MASTER_ADDR")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not address or port is None:
         raise ConfigError(

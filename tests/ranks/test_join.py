@@ -916,6 +916,8 @@ async def test_a_rank_without_others_is_alone(environ: dict[str, str], threads: 
         ({"TORCHELASTIC_USE_AGENT_STORE": None}, "there are 2 ranks and no store"),
         ({"MASTER_ADDR": None}, "no store where they can meet"),
         ({"MASTER_PORT": None}, "no store where they can meet"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, not '0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, not '65536'"),
     ],
 )
 def test_several_ranks_that_cannot_meet_are_an_error(
