@@ -199,13 +199,7 @@ class _Count:
         bits = [raw_bytes(side).reshape(len(side), -1) for side in (a, b)]
         different = (bits[0] != bits[1]).any(1)
         self.num_different += int(different.sum())
-        if packed is not None:
-            a, b = _unpacked(a, packed), _unpacked(b, packed)
-        x, y = _as_numbers(a)[different], _as_numbers(b)[different]
-        gap = _between(x, y) if x.dtype is torch.int64 else (x - y).abs()
-        if packed is not None and packed.kind in "mM":  # or no time, which numpy calls NaT
-            gap[(x == _LEAST) | (y == _LEAST)] = math.nan
-        gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
+        gap = _gap(a, b, packed, different)
         if gap.numel():
             found = float(gap.max())  # nan, if there is one
             if math.isnan(found) or not math.isnan(self.largest):
@@ -328,18 +322,40 @@ def _packed(leaf: Leaf) -> np.dtype[Any] | None:
     return dtype
 
 
+def _gap(
+    a: torch.Tensor, b: torch.Tensor, packed: np.dtype[Any] | None, among: torch.Tensor
+) -> torch.Tensor:
+    """Say how far some elements are apart, or with `packed` those of arrays, rows of bytes."""
+    if packed is not None and packed.itemsize > _MAX_NBYTES.get(packed.kind, packed.itemsize):
+        return _wide_gap(a[among], b[among], packed)
+    if packed is not None:
+        a, b = _unpacked(a, packed), _unpacked(b, packed)
+    x, y = _as_numbers(a)[among], _as_numbers(b)[among]
+    gap = _between(x, y) if x.dtype is torch.int64 else (x - y).abs()
+    if packed is not None and packed.kind in "mM":  # or no time, which numpy calls NaT
+        gap[(x == _LEAST) | (y == _LEAST)] = math.nan
+    gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
+    return gap
+
+
+def _wide_gap(a: torch.Tensor, b: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
+    """Say how far numbers are apart that torch does not know: rounded first, they may be equal."""
+    import numpy as np  # noqa: PLC0415  # here already, as its type is
+
+    x, y = (rows.numpy().view(dtype)[:, 0] for rows in (a, b))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite
+        gap = np.abs(x - y).astype("f8")
+    gap[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0  # other bits of the same number
+    return torch.from_numpy(gap)
+
+
 def _unpacked(rows: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
     """Give an array's elements, a row of bytes each, as ones of torch; texts stay bytes."""
     if dtype.kind in "SU":
         return rows
-    import numpy as np  # noqa: PLC0415  # here already, as its type is
-
     array = rows.numpy().view(dtype)[:, 0]
     if dtype.kind in "mM":  # a count since some day
         array = array.view(dtype.str[0] + "i8")
-    elif dtype.kind in "fc" and dtype.itemsize > _MAX_NBYTES[dtype.kind]:
-        with np.errstate(over="ignore"):  # what is too large is infinite
-            array = array.astype(f"{dtype.kind}{_MAX_NBYTES[dtype.kind]}")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 

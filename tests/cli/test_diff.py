@@ -246,6 +246,23 @@ def test_numbers_that_are_too_large_for_torch_are_infinite(dtype: str, tmp_path:
     assert (found.num_different, found.largest) == (1, math.inf)
 
 
+@pytest.mark.skipif(np.finfo("g").eps == np.finfo("d").eps, reason="no wider floats here")
+@pytest.mark.parametrize("dtype", ["<g", ">g", "<G"])
+def test_numbers_that_differ_by_less_than_torch_knows_are_apart(dtype: str, tmp_path: Path) -> None:
+    """Rounded to numbers that torch has, they are equal; and so are those that are too large."""
+    eps, largest = np.finfo("g").eps, np.finfo("g").max
+    a = np.array([1, 0, np.nan, np.inf, largest], dtype)
+    b = a.copy()
+    b[:3] = 1 + eps, -0.0, -np.nan
+    paths = [save_at(tmp_path / f"small-{i}", {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_different, found.largest) == (3, float(eps))
+    b[4] = largest / 2
+    paths = [save_at(tmp_path / f"large-{i}", {"x": array}) for i, array in enumerate((a, b))]
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_different, found.largest) == (4, math.inf)
+
+
 @pytest.mark.parametrize("dtype", ["<M8[s]", ">m8[ns]"])
 def test_what_is_no_time_is_no_number(dtype: str, tmp_path: Path) -> None:
     """Its bits are those of the smallest number."""
