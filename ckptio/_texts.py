@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ def shown(value: object) -> str:
         return f"a very large {type(value).__name__}"
     except (AttributeError, TypeError):  # before 3.12, `reprlib` takes any `array` for Python's
         return object.__repr__(value)
+
+
+def written(path: object) -> str:
+    """Write a path for a message as its caller has it; what is none, and is refused, as a value."""
+    return str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
 
 
 def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:

@@ -16,7 +16,7 @@ from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.currents import CallerCurrents
-from ckptio.runtime.drive import drive
+from ckptio.runtime.drive import drive, load_name
 from ckptio.runtime.gauges import Gauges
 from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
@@ -292,7 +292,7 @@ class Engine(Gauges):
         from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         load = load_flow(self._core, path, asked, then)
-        result = await drive(self._core, load, f"load {path!s}", currents)
+        result = await drive(self._core, load, load_name(path), currents)
         return result if asked.reports else result.state
 
     @returns_coroutine
@@ -337,7 +337,7 @@ class Engine(Gauges):
         from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
         load = slices.slice_flow(self._core, path, name, index, device)
-        return await drive(self._core, load, f"load {path!s}", currents)
+        return await drive(self._core, load, load_name(path), currents)
 
     async def inspect(self, path: PathLike) -> Manifest:
         """Read the manifest of a checkpoint, and none of its data.

@@ -10,7 +10,7 @@ from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
-from ckptio.runtime.drive import drive_blocking
+from ckptio.runtime.drive import drive_blocking, load_name
 from ckptio.runtime.gauges import Gauges
 from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
@@ -123,7 +123,7 @@ class Engine(Gauges):
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
         step = functools.partial(finish_copies, root)
-        return self._core.call_blocking(step, f"finish copies of {root!s}")
+        return self._core.call_blocking(step, "finish copies")
 
     @overload
     def load(
@@ -170,7 +170,7 @@ class Engine(Gauges):
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         load = load_flow(self._core, path, asked, then)
-        state: T = drive_blocking(self._core, load, f"load {path!s}").state
+        state: T = drive_blocking(self._core, load, load_name(path)).state
         return state
 
     def load_with_report(
@@ -190,7 +190,7 @@ class Engine(Gauges):
 
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
         load = load_flow(self._core, path, asked, then)
-        return drive_blocking(self._core, load, f"load {path!s}")
+        return drive_blocking(self._core, load, load_name(path))
 
     def load_slice(
         self,
@@ -204,7 +204,7 @@ class Engine(Gauges):
         from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
         return drive_blocking(
-            self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
+            self._core, slices.slice_flow(self._core, path, name, index, device), load_name(path)
         )
 
     def inspect(self, path: PathLike) -> Manifest:

@@ -328,3 +328,13 @@ def test_path_and_state_in_each_others_place_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"path is a str or os\.PathLike, not \{'0': ") as caught:
         ckptio.sync.load(state)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["load", "load_with_report", "load_slice", "finish_copies"])
+async def test_a_path_that_python_cannot_write_is_refused(name: str) -> None:
+    """As other numbers are: tasks are named by paths."""
+    args = (10**5000, "x", 0) if name == "load_slice" else (10**5000,)
+    with pytest.raises(ConfigError, match="a very large int"):
+        getattr(ckptio.sync, name)(*args)
+    with pytest.raises(ConfigError, match="a very large int"):
+        await getattr(ckptio, name)(*args)

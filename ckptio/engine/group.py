@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
 from ckptio._gc import without_collection
+from ckptio._texts import written
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read, telling_of_changes
 from ckptio.engine.rounds import meet
@@ -70,7 +71,7 @@ class Course:
 
     def __init__(self, key: str, path: PathLike) -> None:
         self._key = key
-        self.title = f"load of {shown_url(str(path))!r}"
+        self.title = f"load of {shown_url(written(path))!r}"
         self.next_session = self.of("manifest")
 
     def of(self, phase: str) -> str:

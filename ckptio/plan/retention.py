@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 Mode = Literal["min", "max"]
+#: What numbers of steps are below, as numbers of bytes are: Python writes none of any length.
+_END = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +267,7 @@ def require_count(owner: str, value: object) -> None:
     Raises:
         ConfigError: It is none.
     """
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value < _END:
         raise ConfigError(f"{owner} takes a positive number of steps, not {shown(value)}")
 
 

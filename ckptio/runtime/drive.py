@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptio._texts import written
 from ckptio.engine.context import EngineContext
 from ckptio.runtime.driver import Driver
 
@@ -22,6 +23,11 @@ T = TypeVar("T")
 Step = Callable[[EngineContext], Awaitable[Any]]
 #: How a load goes: it yields what to run on the engine's loop, and is sent the result.
 Flow = Generator[Step, Any, T]
+
+
+def load_name(path: object) -> str:
+    """Name the tasks of a load; what is no path is refused as its flow begins."""
+    return f"load {written(path)}"
 
 
 async def drive(core: EngineCore, flow: Flow[T], name: str, currents: CallerCurrents) -> T:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ckptio._texts import shown
+from ckptio.format.manifest import MAX_EXTENT
 from ckptio.layout import Box, boxes_of_range, numel
 from ckptio.shards import Shard
 from ckptio.state.mesh import Cut, Layout, local_parts
@@ -272,17 +274,20 @@ def _of_shard(value: Shard, refuse: Refuse) -> Sharded:
     if not isinstance(local, torch.Tensor):
         raise refuse(f"a Shard of a {type(local).__name__}", "give it a torch.Tensor")
     local = local.detach()
-    global_shape, shape = tuple(value.global_shape), tuple(local.shape)
     offset, start = value.global_offset, value.flat_start
-    if not all(_is_natural(extent) for extent in global_shape):
-        raise refuse(f"a Shard with global_shape={value.global_shape!r}", "give it a tuple of ints")
+    extents, shape = value.global_shape, tuple(local.shape)
+    if not isinstance(extents, Sequence) or not all(map(_is_natural, extents)):
+        raise refuse(f"a Shard with global_shape={shown(extents)}", "give it a tuple of ints")
+    if offset is not None and not isinstance(offset, Sequence):
+        raise refuse(f"a Shard with global_offset={shown(offset)}", "give it a tuple of ints")
+    global_shape = tuple(extents)
     if (offset is None) == (start is None):
         raise refuse("a Shard with neither or both of global_offset and flat_start", "give it one")
     if offset is not None:
         blocks = [Block(Box(tuple(offset), shape), local, (0,) * len(shape))]
         if not is_inside(tuple(offset), shape, global_shape):
             raise refuse(
-                f"a Shard of shape {shape} at {offset} is not inside of a tensor of shape"
+                f"a Shard of shape {shape} at {shown(offset)} is not inside of a tensor of shape"
                 f" {global_shape}",
                 "give the first index of the block in the whole tensor as global_offset",
             )
@@ -290,8 +295,8 @@ def _of_shard(value: Shard, refuse: Refuse) -> Sharded:
         stop = start + local.numel() if _is_natural(start) and start is not None else -1
         if len(shape) != 1 or not 0 <= stop <= numel(global_shape):
             raise refuse(
-                f"a Shard of shape {shape} from flat_start={start!r} on is no range of a tensor"
-                f" of shape {global_shape}",
+                f"a Shard of shape {shape} from flat_start={shown(start)} on is no range of a"
+                f" tensor of shape {global_shape}",
                 "give a tensor of one dimension, and its first element in row-major order",
             )
         blocks = list(_of_range(local, global_shape, stop - local.numel(), stop))
@@ -316,4 +321,4 @@ def _of_range(
 
 
 def _is_natural(number: object) -> bool:
-    return isinstance(number, int) and number >= 0
+    return isinstance(number, int) and 0 <= number < MAX_EXTENT

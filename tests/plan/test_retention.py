@@ -211,6 +211,8 @@ def test_a_union_keeps_what_either_keeps(
         lambda: SaveEvery(steps=1.5),  # type: ignore[arg-type]  # refused
         # Python writes no int of so many digits
         lambda: SaveEvery(steps=-(10**5000)),
+        lambda: SaveEvery(steps=10**5000),
+        lambda: KeepLast(10**5000),
         lambda: KeepBest(1, 10**5000, "min"),  # type: ignore[arg-type]  # refused
         lambda: KeepIf(10**5000),  # type: ignore[arg-type]  # refused
     ],

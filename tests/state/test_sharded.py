@@ -337,6 +337,14 @@ def test_a_shard_keeps_the_replica_that_its_owner_says() -> None:
         (shards.Shard(torch.zeros(2), (-2, -2), flat_start=0), "global_shape"),
         (shards.Shard(torch.zeros(2), (4.0,), (0,)), "global_shape"),  # type: ignore[arg-type]  # as below
         (shards.Shard(torch.zeros(2), (4,), flat_start=1.0), "no range"),  # type: ignore[arg-type]  # as below
+        (shards.Shard(torch.zeros(2), 4, (0,)), "global_shape=4;"),  # type: ignore[arg-type]  # as below
+        (shards.Shard(torch.zeros(2), None, (0,)), "global_shape=None;"),  # type: ignore[arg-type]  # as below
+        (shards.Shard(torch.zeros(2), (4,), 0), "global_offset=0;"),  # type: ignore[arg-type]  # as below
+        # Python writes no int of so many digits
+        (shards.Shard(torch.zeros(2), 10**5000, (0,)), "global_shape=a very large int;"),  # type: ignore[arg-type]  # as below
+        (shards.Shard(torch.zeros(2), (4,), (10**5000,)), "at a very large tuple is not inside"),
+        (shards.Shard(torch.zeros(2), (10**5000,), (0,)), "global_shape=a very large tuple;"),
+        (shards.Shard(torch.zeros(2), (4,), flat_start=10**5000), "flat_start=a very large int on"),
         (shards.Shard([1.0], (1,), (0,)), "a Shard of a list"),  # type: ignore[arg-type]  # what is refused
         (shards.Shard(torch.zeros(2, device="meta"), (4,), (0,)), "meta device"),
         (shards.Shard(torch.zeros(4).to_sparse(), (4,), (0,)), "layout"),
