@@ -35,6 +35,14 @@ def described(error: BaseException, *, with_notes: bool = True) -> str:
     return "; ".join([f"{kind}: {text}" if text else kind, *notes])
 
 
+def raised(error: BaseException) -> str:
+    """Write what the code of a caller has raised as `repr` does. Never raises, as `described`."""
+    try:
+        return repr(error)
+    except Exception:
+        return f"{type(error).__name__}, which cannot be shown"
+
+
 def without_frames(error: E, but: BaseException | None = None) -> E:
     """Give an error that is kept for a moment, without any of the frames.
 

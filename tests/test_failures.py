@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from ckptio._failures import described, without_frames, without_locals
+from ckptio._failures import described, raised, without_frames, without_locals
 from ckptio.events import CopyFailed, SaveFailed, notify
 
 pytestmark = pytest.mark.usefixtures("no_collections")
@@ -111,6 +111,8 @@ def test_an_error_is_described_by_its_kind_its_text_and_its_notes() -> None:
     assert described(error, with_notes=False).endswith("'/a'")
     assert described(KeyError()) == "KeyError"
     assert described(DumbError()) == "DumbError, which cannot be shown"
+    assert raised(KeyError("x")) == "KeyError('x')"
+    assert raised(KeyError(10**5000)) == "KeyError, which cannot be shown"
 
 
 def test_an_event_with_an_error_that_cannot_be_shown_is_logged(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from ckptio._failures import raised
 from ckptio._version import __version__
 from ckptio.conversion.own import sync_above, sync_kept
 from ckptio.conversion.safetensors import Written
@@ -98,7 +99,8 @@ class _StoredState(SourceState):
             except Exception:
                 raise
             except BaseException as error:  # an exit, of which the loop of the engine would die
-                raise SaveAbortedError(f"progress= ended the conversion: {error!r}") from error
+                problem = f"progress= ended the conversion: {raised(error)}"
+                raise SaveAbortedError(problem) from error
 
 
 def write_checkpoint(

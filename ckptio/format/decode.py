@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptio._failures import raised
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
 from ckptio.format.encode import MAX_LEVELS, TAG, class_name, join_fqn
@@ -293,8 +294,8 @@ class ObjectDecoder:
 def misfit(fqn: str, cls: type, error: Exception, instead: str) -> TargetError:
     """Say that a class does not take what is stored, and as what that comes back without it."""
     return TargetError(
-        f"{fqn!r} does not fit {class_name(cls)!r}: {error!r}; without the class in types= (or an"
-        f" object of it in the target, where None takes anything) it comes back as {instead}"
+        f"{fqn!r} does not fit {class_name(cls)!r}: {raised(error)}; without the class in types="
+        f" (or an object of it in the target, where None takes anything) it comes back as {instead}"
     )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from ckptio._failures import raised
 from ckptio._texts import shown
 from ckptio.errors import ConfigError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
@@ -158,8 +159,8 @@ def way_out_of(value: object) -> str:
 
 def failed_within(fqn: str, error: Exception) -> UnsupportedLeafError:
     """Say that the `state_dict()` of an object fails; it says itself what helps, if anything."""
-    problem = f"its state_dict() fails: {error!r}"
-    if "consolidate_state_dict" in str(error):  # of a ZeroRedundancyOptimizer, of another rank
+    problem = f"its state_dict() fails: {raised(error)}"
+    if "consolidate_state_dict" in problem:  # of a ZeroRedundancyOptimizer, of another rank
         way_out = (
             "call consolidate_state_dict(to=0) on all ranks, save what its state_dict() gives on"
             " rank 0, and leave it out on the others"

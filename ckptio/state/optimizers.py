@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio._failures import raised
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.fits import stored_as
@@ -210,7 +211,7 @@ def template_of(
     except Exception as error:  # of the caller's class, which raises anything
         raise TargetError(
             f"the state_dict() of {fqn or 'the target'!r}, which says what to fill, fails:"
-            f" {error!r}; give what load() returns without into= to its load_state_dict()"
+            f" {raised(error)}; give what load() returns without into= to its load_state_dict()"
         ) from error
     if not isinstance(target, torch.optim.Optimizer):
         return template

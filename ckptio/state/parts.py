@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ckptio._failures import raised
 from ckptio.errors import TargetError
 from ckptio.state.attributes import DICTS, is_part
 from ckptio.state.places import (
@@ -284,7 +285,7 @@ def _complete(fqn: str, module: torch.nn.Module, state: dict[str, Any]) -> None:
     try:
         own = module.state_dict()
     except Exception as error:  # of the caller's class, which raises anything
-        raise TargetError(f"the state_dict() of {fqn!r} fails: {error!r}") from error
+        raise TargetError(f"the state_dict() of {fqn!r} fails: {raised(error)}") from error
     for key, value in own.items():
         state.setdefault(key, value)
 

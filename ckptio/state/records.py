@@ -11,6 +11,7 @@ import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from ckptio._failures import raised
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.format.fields import holds_objects, is_named_tuple, names_of
@@ -98,5 +99,5 @@ def copied(fqn: str, container: Any) -> Any:
     except Exception as error:  # of the caller's class, which raises anything
         raise TargetError(
             f"{fqn!r} is one {type(container).__name__} with another name of the target, has values"
-            f" of its own in the checkpoint, and cannot be copied: {error!r}"
+            f" of its own in the checkpoint, and cannot be copied: {raised(error)}"
         ) from error

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio._failures import raised
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
 
@@ -37,7 +38,8 @@ def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) 
             return []
         names = take_over(target, values)
     except Exception as error:  # of the caller's class, which raises anything
-        raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
+        problem = f"does not take its state: {raised(error)}"
+        raise TargetError(f"{fqn or 'the target'!r} {problem}") from error
     return [f"{join_fqn(fqn, name)}{STAYS_META}" for name in names]
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ckptio._failures import raised
 from ckptio.errors import TargetError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name
 from ckptio.format.fields import CONTEXT, LAYOUT, SHAPE, STRIDES
@@ -97,7 +98,7 @@ def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
     except Exception as error:  # of a class of others, which raises anything
-        raise _refusal(fqn, tensor, f"its __tensor_flatten__() fails: {error!r}") from error
+        raise _refusal(fqn, tensor, f"its __tensor_flatten__() fails: {raised(error)}") from error
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor) or name in (*_KNOWN, LAYOUT):
             raise _refusal(fqn, tensor, f"its part {name!r} is no tensor")
@@ -129,7 +130,7 @@ def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
         elif like.is_leaf and like.requires_grad:
             made = made.requires_grad_()
     except Exception as error:  # of a class of others, which raises anything
-        raise TargetError(f"{fqn!r} cannot be made of its parts again: {error!r}") from error
+        raise TargetError(f"{fqn!r} cannot be made of its parts again: {raised(error)}") from error
     tensor: torch.Tensor = made
     return tensor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptio import PerRank, sync
-from ckptio.errors import MismatchError, TargetError
+from ckptio.errors import MismatchError, TargetError, UnsupportedLeafError
 from tests.rig import SMALL
 from tests.state.objects import App
 
@@ -87,6 +87,25 @@ def test_an_object_that_is_not_asked_says_what_it_lacks(tmp_path: Path) -> None:
     report = sync.load_with_report(tmp_path / "c", {"x": target}, config=SMALL).report
     assert report.missing == ("x.epoch",)
     assert (target.start, target.more) == (4, {"epoch": 3})
+
+
+class Numbered:
+    """Fails by a key that Python does not write."""
+
+    def state_dict(self) -> dict[int, Any]:
+        raise KeyError(10**5000)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError(10 ** state["digits"])
+
+
+def test_what_an_object_raises_is_told_though_it_cannot_be_shown(tmp_path: Path) -> None:
+    """By its kind: an error of whoever tells of it would say nothing of the object."""
+    with pytest.raises(UnsupportedLeafError, match=r"'x': .* KeyError, which cannot be shown"):
+        sync.save({"x": Numbered()}, tmp_path / "c", config=SMALL)
+    sync.save({"x": {"digits": 5000}}, tmp_path / "d", config=SMALL)
+    with pytest.raises(TargetError, match="'x' does not take its state: KeyError, which cannot"):
+        sync.load(tmp_path / "d", {"x": Numbered()}, config=SMALL)
 
 
 @pytest.mark.parametrize(

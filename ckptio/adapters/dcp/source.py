@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ckptio._failures import raised
 from ckptio.engine.context import wait_for_all
 from ckptio.errors import PlanError, UnsupportedLeafError
 from ckptio.foreign.archive import ZIP
@@ -238,7 +239,8 @@ class PlannerSource(SourceState):
                 raise
             # an exit ends the engine's loop, and no future takes a StopIteration: nobody would
             # wake who waits for the save
-            raise PlanError(f"the planner raised {error!r} on a thread of the engine") from error
+            problem = f"the planner raised {raised(error)} on a thread of the engine"
+            raise PlanError(problem) from error
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         copies: list[PendingCopies] = []
         try:
