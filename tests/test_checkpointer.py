@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import errno
+import fractions
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,6 +185,8 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
         "bad": math.nan,
         "worse": -math.inf,
         "n": 3,
+        "mean": np.float32(2),
+        "part": fractions.Fraction(1, 4),
         "huge": 10**400,
     }
     async with Checkpointer(tmp_path, config=SMALL) as ckpt:
@@ -195,6 +199,7 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
     assert first.step == 1
     assert first.metrics["loss"] == 0.5
     assert first.metrics["n"] == 3
+    assert (first.metrics["mean"], first.metrics["part"]) == (2, 0.25)
     assert first.metrics["huge"] == math.inf
     assert math.isnan(first.metrics["bad"])
     assert first.metrics["worse"] == -math.inf
@@ -208,6 +213,8 @@ async def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         wrong: list[Any] = [
             {"a": "low"},
             {"a": "1"},
+            *({"a": kind(b"1.5")} for kind in (bytes, bytearray, memoryview, np.bytes_)),
+            {"a": np.array("1.5")},
             {3: 1.0},
             {"loss\udfff": 1.0},
             [1.0],

@@ -69,10 +69,17 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
             number = None
         except OverflowError:  # of an int
             number = math.inf if value > 0 else -math.inf
-        if not _is_text(name) or number is None or isinstance(value, str):
+        if not _is_text(name) or number is None or not _is_number(value):
             raise ConfigError(f"metrics= are numbers by name, not {shown(name)}: {shown(value)}")
         packed[name] = number if math.isfinite(number) else str(number)
     return packed
+
+
+def _is_number(value: object) -> bool:
+    """Whether something is a number by itself: Python reads one from text, too, and from bytes."""
+    has_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # of numpy, whose texts have both
+    return has_number and kind not in ("S", "U", "V")
 
 
 def _is_text(name: object) -> bool:
