@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from ckptio.events import LoadStarted
+from ckptio.format.encode import MAX_DEPTH
 from tests.loads import BLOCK, blank, sample, tensors_of
 from tests.strategies import SMALL, TORCH_DTYPES, Color, Point, assert_same, random_tensor
 
@@ -505,6 +507,21 @@ def test_a_target_inside_itself_is_refused(engine: sync.Engine, saved: str) -> N
     target["again"] = target
     with pytest.raises(TargetError, match="inside itself"):
         engine.load(saved, into=target)
+
+
+def test_a_target_that_is_too_deep_to_be_matched_is_refused(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """As such: the checkpoint is sound."""
+    state: list[Any] = [0]
+    for _ in range(MAX_DEPTH - 1):
+        state = [state]
+    engine.save(state, tmp_path / "c")
+    target = engine.load(tmp_path / "c")
+    for _ in range(sys.getrecursionlimit() * 3 // 4 - MAX_DEPTH):
+        target = [target]
+    with pytest.raises(TargetError, match="cannot fill the target: it is too deep"):
+        engine.load(tmp_path / "c", into=target)
 
 
 @pytest.mark.parametrize(("options", "problem"), OPTIONS, ids=range(len(OPTIONS)))

@@ -16,7 +16,7 @@ from ckptio._texts import some_of
 from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
 from ckptio.engine.restoration import Restoration
-from ckptio.errors import FormatError, MismatchError
+from ckptio.errors import FormatError, MismatchError, TargetError
 from ckptio.format.encode import TAG
 from ckptio.layout import nbytes_of, row_major_strides
 from ckptio.staging.copy import Destination
@@ -61,6 +61,8 @@ def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Res
             return _all_new(manifest, request)
         return _into(manifest, path, request)
     except RecursionError:
+        if request.into is not None:  # the tree alone is less deep than that
+            raise TargetError("cannot fill the target: it is too deep") from None
         raise FormatError("values nested too deep in the manifest") from None
 
 
