@@ -34,45 +34,26 @@ def check_values(manifest: Manifest) -> None:
     Raises:
         FormatError: A value is not what a save writes. The first one is named.
     """
-    _Values(manifest.tensors).check(read_tree(manifest))
+    tensors, pending = manifest.tensors, [("", read_tree(manifest))]
 
-
-class _Values:
-    """Makes values, and keeps none of them.
-
-    Args:
-        tensors: What a tree may refer to.
-    """
-
-    def __init__(self, tensors: tuple[TensorEntry, ...]) -> None:
-        self._tensors = tensors
-        self._pending: list[tuple[str, Json]] = []
-
-    def check(self, tree: Json) -> None:
-        """Make all values of a tree.
-
-        Raises:
-            FormatError: One cannot be made.
-        """
-        self._pending.append(("", tree))
-        while self._pending:
-            fqn, node = self._pending.pop()
-            try:
-                ObjectDecoder(self._leaf).decode(fqn, node)
-            except TargetError:  # it depends on who loads, and where; what is in it does not
-                self._pending += [(fqn, item) for item in _items_of(node)]
-
-    def _leaf(self, fqn: str, node: Json) -> Any:
+    def leaf(fqn: str, node: Json) -> Any:
         tag = node[TAG]
         if type(tag) is int:
-            _check_order(self._tensors[tag], node)
+            _check_order(tensors[tag], node)
         elif "t" in node:
-            _check_reference(self._tensors[node["t"]], node)
+            _check_reference(tensors[node["t"]], node)
         elif tag == RANKS_TAG:
-            self._pending += [(fqn, item) for item in node["v"] if item != ABSENT]
+            pending.extend((fqn, item) for item in node["v"] if item != ABSENT)
         else:
             return decode_word(fqn, node)
         return None
+
+    while pending:
+        fqn, node = pending.pop()
+        try:
+            ObjectDecoder(leaf).decode(fqn, node)
+        except TargetError:  # it depends on who loads, and where; what is in it does not
+            pending += [(fqn, item) for item in _items_of(node)]
 
 
 def _items_of(node: Json) -> Iterable[Json]:
