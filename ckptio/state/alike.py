@@ -38,7 +38,7 @@ from ckptio.state.held import Held
 from ckptio.state.leaves import raw_bytes
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.samples import some_of
-from ckptio.state.sharded import is_dtensor, local_of
+from ckptio.state.sharded import begin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -105,7 +105,7 @@ class Alike:
             for one in tensors.values():
                 parts = one.sharded.local if isinstance(one, Held) else (one.tensor,)
                 for part in parts:
-                    names.setdefault(_place_of(part), one.name)
+                    names.setdefault(begin_of(part), one.name)
         ahead = [(tree, False)]
         while ahead:
             node, is_module = ahead.pop()
@@ -141,7 +141,7 @@ class Alike:
             if number < 0 and parameters is None:  # by names, which are the same on all ranks
                 continue
             is_known = parameters is not None and 0 <= number < len(parameters)
-            owner = _place_of(parameters[number]) if parameters and is_known else 0
+            owner = begin_of(parameters[number]) if parameters and is_known else 0
             name = names.get(owner, "") if owner else ""
             longest = _MAX_MOMENT_NBYTES if next(count) < _NUM_SUMMED else -1
             for item, one in _tensors_below(entry, tensors):
@@ -211,18 +211,6 @@ def _mark(node: dict[str, Any], **facts: str) -> None:
     known = {fact: value for fact, value in facts.items() if value}
     if known:
         node[MARK] = {**node.get(MARK, {}), **known}
-
-
-def _place_of(tensor: Any) -> int:
-    """Tell where a tensor begins, or what this rank holds of it; 0 where nothing of it is."""
-    if is_dtensor(tensor):
-        tensor = local_of(tensor)
-    if type(tensor) not in PLAIN_TENSORS:
-        return 0
-    try:
-        return int(tensor.data_ptr()) if tensor.numel() else 0
-    except RuntimeError:  # wrapped by a transform of torch.func, or lazy
-        return 0
 
 
 def _checksum(tensor: torch.Tensor, longest: int) -> str:

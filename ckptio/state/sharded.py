@@ -23,6 +23,7 @@ from ckptio._texts import shown
 from ckptio.format.manifest import MAX_EXTENT
 from ckptio.layout import Box, boxes_of_range, numel
 from ckptio.shards import Shard
+from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.mesh import Cut, Layout, local_parts
 from ckptio.tiling import is_inside
 
@@ -218,6 +219,18 @@ def memory_of(local: torch.Tensor) -> Hashable:
         local.is_conj(),
         local.is_neg(),
     )
+
+
+def begin_of(tensor: Any) -> int:
+    """Tell where a tensor begins, or what this rank holds of it; 0 where nothing of it is."""
+    if is_dtensor(tensor):
+        tensor = local_of(tensor)
+    if type(tensor) not in PLAIN_TENSORS:
+        return 0
+    try:
+        return int(tensor.data_ptr()) if tensor.numel() else 0
+    except RuntimeError:  # wrapped by a transform of torch.func, or lazy
+        return 0
 
 
 def cuts_of(value: DTensor, refuse: Refuse) -> tuple[Cut | None, ...]:

@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from ckptio.errors import TargetError
 from ckptio.state.handed import is_of_torch
-from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.samples import some_of
-from ckptio.state.sharded import is_dtensor, local_of
+from ckptio.state.sharded import begin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,7 +102,7 @@ class Untouched:
 
     def changed(self, tensor: torch.Tensor) -> str:
         """Give the name of a tensor that is not as it was filled; empty for any other."""
-        for sample in self._by_address.get(_begin_of(tensor), ()):
+        for sample in self._by_address.get(begin_of(tensor), ()):
             if sample.is_changed:
                 return sample.name
         return ""
@@ -146,21 +145,9 @@ class _Looking(TorchFunctionMode):
         del types
         if func is torch.Tensor.copy_ and not torch.compiler.is_compiling() and not self.found:
             into, source = (*args, None)[:2]
-            if (begin := _begin_of(into)) and begin == _begin_of(source):
+            if (begin := begin_of(into)) and begin == begin_of(source):
                 self.found = self._untouched.changed(into)
         return func(*args, **(kwargs or {}))
-
-
-def _begin_of(tensor: Any) -> int:
-    """Tell where a tensor begins in the host's memory, or what this rank holds of it; else 0."""
-    if is_dtensor(tensor):
-        tensor = local_of(tensor)
-    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
-        return 0
-    try:
-        return int(tensor.data_ptr())
-    except RuntimeError:  # one without memory
-        return 0
 
 
 def _error(name: str) -> TargetError:
