@@ -6,6 +6,7 @@ attributes of other parts.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,11 +208,11 @@ def has_parts(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
     return any(True for _ in _parts_in(value, max_depth))
 
 
-def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
+def _copied(value: Any, depth: int = _MAX_DEPTH, longest: float = _MAX_PARTS) -> Any:
     """Copy the containers of a value, which may be written to, as far as they are looked into."""
-    if type(value) not in CONTAINERS or not depth or len(value) > _MAX_PARTS:
+    if type(value) not in CONTAINERS or not depth or len(value) > longest:
         return value
-    items = [(key, _copied(item, depth - 1)) for key, item in items_of(value)]
+    items = [(key, _copied(item, depth - 1, longest)) for key, item in items_of(value)]
     return _like(value, items if isinstance(value, dict) else [item for _, item in items])
 
 
@@ -222,12 +223,9 @@ def put_at(attribute: Attribute, path: tuple[Any, ...], value: Any) -> None:
         attribute.write(made)
 
 
-def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
+def copied_all(value: Any) -> Any:
     """Copy all containers of a state, as deep as states are stored, and however long they are."""
-    if type(value) not in CONTAINERS or not depth:
-        return value
-    items = [(key, copied_all(item, depth - 1)) for key, item in items_of(value)]
-    return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+    return _copied(value, MAX_DEPTH, math.inf)
 
 
 def _lists_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
