@@ -160,18 +160,10 @@ class ObstoreStore:
         config: CheckpointConfig,
     ) -> None:
         self._small = small
-        self._stores: list[obstore.store.S3Store] = [once, repeating]
+        self._once, self._repeating = once, repeating
         self._traits = dataclasses.replace(small.traits, begins_again=True)
         self._part_nbytes = config.slab_nbytes
         self._max_parts_at_once = config.max_requests + 1
-
-    @property
-    def _once(self) -> obstore.store.S3Store:
-        return self._stores[0]
-
-    @property
-    def _repeating(self) -> obstore.store.S3Store:
-        return self._stores[1]
 
     @property
     def traits(self) -> StoreTraits:
@@ -272,7 +264,7 @@ class ObstoreStore:
 
     async def close(self) -> None:
         """Close the client for what is small, and let go of obstore's, which ends them soon."""
-        self._stores.clear()
+        del self._once, self._repeating
         await self._small.close()
 
 
