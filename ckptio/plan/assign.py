@@ -70,20 +70,6 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return tuple(parts)
 
 
-class PlannedChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rectangular part of a tensor, and who writes it.
-
-    Attributes:
-        global_offset: Its first index in the tensor.
-        local_shape: Its shape.
-        holders: Rank, and index among the parts of that rank; the main one first.
-    """
-
-    global_offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    holders: tuple[tuple[int, int], ...]
-
-
 class PlannedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the checkpoint.
 
@@ -128,15 +114,11 @@ class PlannedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     @property
-    def chunks(self) -> tuple[PlannedChunk, ...]:
-        """The boxes with all that hold them."""
+    def holders(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each box all that write it: rank, and index; the main one first."""
         copies = self.copies or ((),) * len(self.boxes)
-        return tuple(
-            PlannedChunk(offset, shape, ((rank, part), *more))
-            for (offset, shape), rank, part, more in zip(
-                self.boxes, self.ranks, self.parts, copies, strict=True
-            )
-        )
+        mains = zip(self.ranks, self.parts, strict=True)
+        return tuple((main, *more) for main, more in zip(mains, copies, strict=True))
 
 
 class Pattern:

@@ -160,13 +160,11 @@ class _Replan:
         """Find out who has written which boxes, by whatever plan."""
         written: defaultdict[tuple[str, Region], list[_Holder]] = defaultdict(list)
         for number, plan in enumerate(self._plans):
-            chunks = (
-                (tensor.name, chunk) for tensor in plan.job.tensors for chunk in tensor.chunks
-            )
-            for name, chunk in chunks:
-                held = [who for who in chunk.holders if self._followers.get(who[0]) == number]
-                if held:
-                    written[name, (chunk.global_offset, chunk.local_shape)] += held
+            for tensor in plan.job.tensors:
+                for box, holders in zip(tensor.boxes, tensor.holders, strict=True):
+                    held = [who for who in holders if self._followers.get(who[0]) == number]
+                    if held:
+                        written[tensor.name, box] += held
         yield from written.items()
 
     def _keep(self, tensor: PlannedTensor, number: int) -> _Tensor | str:
@@ -287,8 +285,7 @@ class _Replan:
                 self._loads[rank] += nbytes
         for tensor in fresh.tensors:
             holders = [
-                [(rank, parts[rank][number]) for rank, number in chunk.holders]
-                for chunk in tensor.chunks
+                [(rank, parts[rank][number]) for rank, number in held] for held in tensor.holders
             ]
             yield tensor.name, _Tensor(tensor.dtype, tensor.shape, tensor.boxes, holders)
 

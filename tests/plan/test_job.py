@@ -110,13 +110,13 @@ def check_tensors(world: World, plan: JobPlan) -> None:
     referred: Counter[tuple[int, int]] = Counter()
     for tensor in plan.tensors:
         seen: list[tuple[int, ...]] = []
-        for chunk in tensor.chunks:
-            seen += elements(chunk.global_offset, chunk.local_shape)
-            referred.update(chunk.holders)
-            for rank, index in chunk.holders:
+        for box, holders in zip(tensor.boxes, tensor.holders, strict=True):
+            seen += elements(*box)
+            referred.update(holders)
+            for rank, index in holders:
                 part = parts[rank][index]
                 assert world[rank][part.leaf].name == tensor.name
-                assert (part.global_offset, part.shape) == (chunk.global_offset, chunk.local_shape)
+                assert (part.global_offset, part.shape) == box
         assert sorted(seen) == elements((0,) * len(tensor.shape), tensor.shape)
     assert referred == {(r, i): 1 for r, taken in enumerate(parts) for i in range(len(taken))}
 
@@ -206,7 +206,7 @@ def test_a_tensor_without_elements_is_written_by_nobody() -> None:
     """It has its entry all the same."""
     world = [[LeafSpec("a", "float32", (0, 4)), LeafSpec("b", "uint8", (1,))] for _ in range(2)]
     plan = plan_job(world)
-    assert [(t.name, t.shape, len(t.chunks)) for t in plan.tensors] == [
+    assert [(t.name, t.shape, len(t.boxes)) for t in plan.tensors] == [
         ("a", (0, 4), 0), ("b", (1,), 1),
     ]  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_a_whole_tensor_is_a_replica_of_a_block_that_is_all_of_it() -> None:
     """A rank need not say that its block is the tensor."""
     plan = plan_job([[block(0, 8)], [LeafSpec("w", "float32", (8, 2))]])
     assert sum(plan.written_nbytes) == 64
-    assert len(plan.tensors[0].chunks) == 1
+    assert len(plan.tensors[0].boxes) == 1
 
 
 def test_all_problems_are_listed() -> None:
@@ -428,9 +428,9 @@ def test_a_huge_replica_is_cut_between_its_holders() -> None:
     plan = plan_job([specs] * 8)
     assert imbalance(plan) <= 1.10
     (embedding,) = [tensor for tensor in plan.tensors if tensor.name == "embedding"]
-    assert len(embedding.chunks) <= 8
-    assert all(chunk.local_shape[1] == 4096 for chunk in embedding.chunks)
-    assert {len(tensor.chunks) for tensor in plan.tensors if tensor is not embedding} == {1}
+    assert len(embedding.boxes) <= 8
+    assert all(shape[1] == 4096 for _, shape in embedding.boxes)
+    assert {len(tensor.boxes) for tensor in plan.tensors if tensor is not embedding} == {1}
 
 
 def test_a_replica_with_few_huge_rows_is_cut_inside_of_them() -> None:
@@ -438,7 +438,7 @@ def test_a_replica_with_few_huge_rows_is_cut_inside_of_them() -> None:
     plan = plan_job([[LeafSpec("experts", "bfloat16", (3, 4096, 1024))]] * 8)
     assert imbalance(plan) <= 1.10
     (tensor,) = plan.tensors
-    assert all(math.prod(chunk.local_shape) * 2 >= MiB for chunk in tensor.chunks)
+    assert all(math.prod(shape) * 2 >= MiB for _, shape in tensor.boxes)
 
 
 def test_a_share_from_inside_a_row_to_inside_another_is_several_parts() -> None:
@@ -454,7 +454,7 @@ def test_small_replicas_are_not_cut() -> None:
     """Bytes that take no time to write are not worth a chunk more."""
     plan = plan_job([[LeafSpec("w", "uint8", (100 * KiB, 1))]] * 4)
     assert sorted(plan.written_nbytes) == [0, 0, 0, 100 * KiB]
-    assert len(plan.tensors[0].chunks) == 1
+    assert len(plan.tensors[0].boxes) == 1
     assert plan_job([[LeafSpec("w", "bool", ())]] * 4).written_nbytes == (1, 0, 0, 0)
 
 
@@ -465,7 +465,7 @@ def test_blocks_that_are_no_grid_are_not_cut() -> None:
               ((3 * k, 1), (5 * k, 1))]  # fmt: skip
     specs = [LeafSpec("w", "uint8", local, (8 * k, 2), offset) for offset, local in ragged]
     plan = plan_job([specs] * 3, min_part_nbytes=1)
-    assert len(plan.tensors[0].chunks) == 4
+    assert len(plan.tensors[0].boxes) == 4
 
 
 def test_blocks_without_elements_do_not_keep_others_from_being_cut() -> None:
@@ -494,7 +494,7 @@ def test_a_tensor_may_have_blocks_that_are_cut_and_others_with_copies() -> None:
     plan = plan_job(world, replicate="local", local_nbytes=1000, min_part_nbytes=16)
     check_plan(world, plan)
     check_tensors(world, plan)
-    assert [len(chunk.holders) for chunk in plan.tensors[0].chunks] == [1, 1, 2]
+    assert [len(held) for held in plan.tensors[0].holders] == [1, 1, 2]
 
 
 def test_equal_ranks_of_different_hosts_write_first() -> None:
@@ -513,12 +513,12 @@ def test_local_replicas_have_their_main_place_on_different_ranks() -> None:
     plan = plan_job(
         [[LeafSpec(f"norm{i}", "float32", (64,)) for i in range(16)]] * 4, replicate="local"
     )
-    mains = Counter(tensor.chunks[0].holders[0][0] for tensor in plan.tensors)
+    mains = Counter(tensor.ranks[0] for tensor in plan.tensors)
     assert mains == {0: 4, 1: 4, 2: 4, 3: 4}
-    assert {len(tensor.chunks[0].holders) for tensor in plan.tensors} == {4}
+    assert {len(tensor.holders[0]) for tensor in plan.tensors} == {4}
     few = [LeafSpec(f"norm{i}", "float32", (64,)) for i in range(2)]
     plan = plan_job([few] * 4, hosts=["a", "a", "b", "b"], replicate="local")
-    assert [tensor.chunks[0].holders[0][0] for tensor in plan.tensors] == [0, 2]
+    assert [tensor.ranks[0] for tensor in plan.tensors] == [0, 2]
 
 
 # the manifest
@@ -556,12 +556,12 @@ def test_the_merged_table_is_a_manifest(
     bases = [0, *itertools.accumulate(num_files)]
     for entry, tensor in zip(manifest.tensors, plan.tensors, strict=True):
         assert (entry.name, entry.dtype, entry.shape) == (tensor.name, tensor.dtype, tensor.shape)
-        for found, chunk in zip(entry.chunks, tensor.chunks, strict=True):
-            assert (found.global_offset or (0,) * len(entry.shape)) == chunk.global_offset
-            assert (found.local_shape or entry.shape) == chunk.local_shape
+        for found, box, holders in zip(entry.chunks, tensor.boxes, tensor.holders, strict=True):
+            assert (found.global_offset or (0,) * len(entry.shape)) == box[0]
+            assert (found.local_shape or entry.shape) == box[1]
             expected = [
                 (bases[rank] + places[rank][index][0], places[rank][index][1])
-                for rank, index in chunk.holders
+                for rank, index in holders
             ]
             assert [(found.file, found.start), *found.copies] == expected
 

@@ -145,9 +145,7 @@ def check(world: World, job: JobPlan, old: Mapping[int, Any], *, may_be_idle: bo
             assert job.written_nbytes[rank] == nbytes
         disks.write(specs, parts)
     disks.check(job)
-    referred = Counter(
-        h for tensor in job.tensors for chunk in tensor.chunks for h in chunk.holders
-    )
+    referred = Counter(h for tensor in job.tensors for held in tensor.holders for h in held)
     written = {
         (rank, i): 1
         for rank, assigned in enumerate(job.assignments)
@@ -187,11 +185,11 @@ def has_a_plan(world: World, job: JobPlan, changed: Changes) -> bool:
         any(
             rank not in changed
             or any(world[rank][parts[rank][i].leaf] in now for now in changed.values())
-            for rank, i in chunk.holders
+            for rank, i in held
         )
         for tensor in job.tensors
         if tensor.name in kept
-        for chunk in tensor.chunks
+        for held in tensor.holders
     )
 
 
@@ -230,7 +228,7 @@ def whole(name: str, num_elements: int = 20_000, dtype: str = "float32") -> Leaf
 
 def holders_of(job: JobPlan, name: str) -> list[list[int]]:
     (tensor,) = [tensor for tensor in job.tensors if tensor.name == name]
-    return [[rank for rank, _ in chunk.holders] for chunk in tensor.chunks]
+    return [[rank for rank, _ in held] for held in tensor.holders]
 
 
 def test_a_block_that_was_written_whole_stays_whole() -> None:
