@@ -84,22 +84,17 @@ def ask(
     Raises:
         ConfigError: `path` is none, or its store cannot be opened.
     """
-    return wait_for(_ask(path, config, observer, step))
 
+    async def run() -> T:
+        executor = OnTheSpot()
+        stores = Stores(config, executor)
+        emit = functools.partial(notify, observer)
+        try:
+            return await step(resolve_storage(path, config, executor, emit, stores))
+        finally:
+            await stores.close()
 
-async def _ask(
-    path: PathLike,
-    config: CheckpointConfig,
-    observer: Observer | None,
-    step: Callable[[Storage], Awaitable[T]],
-) -> T:
-    executor = OnTheSpot()
-    stores = Stores(config, executor)
-    emit = functools.partial(notify, observer)
-    try:
-        return await step(resolve_storage(path, config, executor, emit, stores))
-    finally:
-        await stores.close()
+    return wait_for(run())
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
