@@ -56,7 +56,8 @@ def resolve_ties(
     spans = [(0, 0) if o.look is None else o.look.span for o in occurrences]
     others = [number for number, o in enumerate(occurrences) if o.look is None]
     has_expanded = bool(others) and _measure(occurrences, others, spans)
-    if not has_expanded and not _any_shared(spans):
+    # mostly no memory overlaps
+    if not has_expanded and all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans))):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
         return list(occurrences), ()
@@ -123,11 +124,6 @@ def _twins(spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]) 
         if (number := firsts.setdefault((start, stop, form), i)) != i:
             twins[i] = number
     return twins
-
-
-def _any_shared(spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether any memory overlaps: mostly not."""
-    return any(a[1] > b[0] for a, b in itertools.pairwise(sorted(spans)))
 
 
 def spans_of(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, int]] | int:
