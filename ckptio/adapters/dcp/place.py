@@ -9,7 +9,7 @@ All that a save to an object store is, is its id, and what lies in the store und
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptio.adapters.dcp.calls import ask, storage_at, wait_for
 from ckptio.storage.objects import ObjectStorage
@@ -25,33 +25,10 @@ if TYPE_CHECKING:
 _LAST_TIMEOUT_S = 5.0
 
 
-class Place(Protocol):
-    """Where a save goes."""
-
-    @property
-    def path(self) -> str:
-        """What the user called it."""
-        ...
-
-    def begin(self, save_id: str, *, overwrite: bool) -> None:
-        """Begin a save. Blocks; errors are those of `storage.interface.Storage.begin`."""
-        ...
-
-    def storage(self, core: EngineCore) -> Storage:
-        """Give the storage, for the length of a call that has an engine."""
-        ...
-
-    async def attempt(self, storage: Storage) -> Attempt:
-        """Give the save that was begun, for as long as the storage is there."""
-        ...
-
-    def abandon(self) -> None:
-        """Remove what the save that was begun left. Blocks."""
-        ...
-
-
-def place_at(path: str, config: CheckpointConfig, observer: Observer | None) -> Place:
-    """Find the place for a path or a URL."""
+def place_at(
+    path: str, config: CheckpointConfig, observer: Observer | None
+) -> _LocalPlace | _RemotePlace:
+    """Find the place for a path or a URL: where a save goes."""
     if remote_url(path) is None:
         return _LocalPlace(path, config, observer)
     return _RemotePlace(path, config, observer)
@@ -66,27 +43,32 @@ class _LocalPlace:
 
     @property
     def path(self) -> str:
+        """What the user called it."""
         return self._storage.path
 
     def begin(self, save_id: str, *, overwrite: bool) -> None:
+        """Begin a save. Blocks; errors are those of `storage.interface.Storage.begin`."""
         self._attempt = wait_for(self._storage.begin(save_id, overwrite=overwrite))
 
     def storage(self, core: EngineCore) -> Storage:
+        """Give the storage, for the length of a call that has an engine."""
         del core
         return self._storage
 
     async def attempt(self, storage: Storage) -> Attempt:
+        """Give the save that was begun, for as long as the storage is there."""
         del storage
         assert self._attempt is not None  # noqa: S101  # it was begun
         return self._attempt
 
     def abandon(self) -> None:
+        """Remove what the save that was begun left. Blocks."""
         if self._attempt is not None:
             wait_for(self._attempt.abort())
 
 
 class _RemotePlace:
-    """An object store."""
+    """An object store; see `_LocalPlace`."""
 
     def __init__(self, path: str, config: CheckpointConfig, observer: Observer | None) -> None:
         self.path = path
