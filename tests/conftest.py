@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from ckptio import sync
 from ckptio.storage import locks
 from tests.rig import SMALL
 
@@ -38,6 +40,18 @@ def pytest_collection_finish() -> None:
 def config() -> CheckpointConfig:
     """Small slabs, blocks and buckets: a few hundred KB go through every path."""
     return SMALL
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A URL below which nothing is, in fsspec's store in memory."""
+    import fsspec  # noqa: PLC0415  # 50 ms
+
+    name = f"test-{secrets.token_hex(8)}"
+    yield f"memory://{name}/run"
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
 
 
 @pytest.fixture
@@ -99,3 +113,10 @@ def open_files() -> set[tuple[int, str]]:
         except FileNotFoundError:  # the directory listing's own
             continue
     return {file for file in found if not file[1].startswith("/dev/nvidia")}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[sync.Engine]:
+    """An engine that the tests of a module share."""
+    with sync.Engine(SMALL) as engine:
+        yield engine

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ckptio import Shard
-from ckptio._threads import Threads
-from ckptio.cache import MetadataCache
-from ckptio.engine.context import EngineContext
 from ckptio.ranks.interface import Deadlines
-from ckptio.staging.pool import SlabPool
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import MemoryStorage
 from ckptio.testing.exchange import MemoryNetwork
 from ckptio.testing.ranks import MemoryRanks
-from tests.rig import SMALL, InlineCore, engine_on
+from tests.rig import SMALL, InlineCore, context_of, engine_on, running_cache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,6 +24,7 @@ if TYPE_CHECKING:
 
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.context import EngineContext
     from ckptio.events import Observer
     from ckptio.exchange.link import BulkLink
     from ckptio.storage.interface import Storage
@@ -166,31 +163,13 @@ async def job(
         )
         cores = []
         for rank, ranks in enumerate(group.ranks):
-            context = EngineContext(
-                config=config,
-                executor=Threads(4, "ckptio"),
-                copiers=Threads(config.max_copies, "ckptio-copy"),
-                writers=Threads(config.max_writes, "ckptio-write"),
-                readers=Threads(config.max_reads, "ckptio-read"),
-                waiters=Threads(1, "ckptio-wait"),
-                pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-                cache=MetadataCache(
-                    config.cache_entries, config.cache_nbytes, ttl_s=config.cache_ttl_s
-                ),
-                observer=observer,
-                ranks=ranks,
-                linker=linker,
-            )
+            context = context_of(config, observer, ranks=ranks, linker=linker)
             storage: Storage = storages[rank]
             if directory is not None:
                 storage = LocalStorage(str(directory), config, context.executor, context.emit)
             twins = {"memory": storage, "far": far.another_name("far")}
             cores.append(InlineCore(context, twins))
-            task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
-            stack.push_async_callback(_wait_for, task)
-            stack.callback(context.cache.close)
-            while not context.cache._open:
-                await asyncio.sleep(0)
+            await stack.enter_async_context(running_cache(context))
         yield Job([engine_on(core) for core in cores], storages, group, linker)
         for core in cores:
             if core.tasks:
@@ -204,10 +183,6 @@ async def job(
             assert network.num_under_way == 0
             network.close()
     assert asyncio.all_tasks() == before
-
-
-async def _wait_for(task: asyncio.Task[None]) -> None:
-    await task
 
 
 def shards_of(tensor: torch.Tensor, grid: Sequence[int]) -> list[Shard]:

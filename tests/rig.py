@@ -29,6 +29,7 @@ from ckptio.storage.file_names import data_file_name
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.resolve import local_path
+from ckptio.storage.root import LocalRoot
 from ckptio.storage.root_interface import Found
 from ckptio.storage.stores import OpenStore
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         Mapping,
         Sequence,
     )
+    from concurrent.futures import Executor
 
     from ckptio.events import Observer
     from ckptio.storage.files import PosixFiles
@@ -317,6 +319,37 @@ def engine_on(core: EngineCore) -> Engine:
     return engine
 
 
+def context_of(
+    config: CheckpointConfig, observer: Observer | None = None, **more: Any
+) -> EngineContext:
+    """Make the parts of an engine, with threads, slabs and a cache of its own."""
+    return EngineContext(
+        config=config,
+        executor=Threads(4, "ckptio"),
+        copiers=Threads(config.max_copies, "ckptio-copy"),
+        writers=Threads(config.max_writes, "ckptio-write"),
+        readers=Threads(config.max_reads, "ckptio-read"),
+        waiters=Threads(1, "ckptio-wait"),
+        pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
+        cache=MetadataCache(config.cache_entries, config.cache_nbytes, ttl_s=config.cache_ttl_s),
+        observer=observer,
+        **more,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running_cache(context: EngineContext) -> AsyncIterator[None]:
+    """Run the cache of an engine on the running loop."""
+    task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
+    while not context.cache._open:
+        await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        context.cache.close()
+        await task
+
+
 @contextlib.asynccontextmanager
 async def inline_engine(
     storages: Mapping[str, Storage],
@@ -327,41 +360,22 @@ async def inline_engine(
 
     What is in flight when the block ends is waited for, failed or not.
     """
-    before = asyncio.all_tasks()
-    threads = Threads(4, "ckptio")
-    copiers = Threads(config.max_copies, "ckptio-copy")
-    writers = Threads(config.max_writes, "ckptio-write")
-    readers = Threads(config.max_reads, "ckptio-read")
-    context = EngineContext(
-        config=config,
-        executor=threads,
-        waiters=threads,
-        copiers=copiers,
-        writers=writers,
-        readers=readers,
-        pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-        cache=MetadataCache(config.cache_entries, config.cache_nbytes, ttl_s=config.cache_ttl_s),
-        observer=observer,
-    )
+    context = context_of(config, observer)
     core = InlineCore(context, storages)
-    cache = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
-    while not context.cache._open:
-        await asyncio.sleep(0)
-    try:
-        yield engine_on(core)
-    finally:
-        if core.tasks:
-            await asyncio.wait(core.tasks)
-        context.cache.close()
-        await cache
-        statistics = context.pool.statistics()
-        assert statistics.leased_nbytes == 0
-        assert statistics.num_waiting == 0
-        context.pool.close()
-        for executor in (threads, copiers, writers, readers):
-            executor.shutdown()
-        assert context.num_saves == 0
-        assert asyncio.all_tasks() == before
+    async with running_cache(context):
+        before = asyncio.all_tasks()
+        try:
+            yield engine_on(core)
+        finally:
+            if core.tasks:
+                await asyncio.wait(core.tasks)
+            statistics = context.pool.statistics()
+            assert statistics.leased_nbytes == 0
+            assert statistics.num_waiting == 0
+            context.pool.close()
+            context.end_threads()
+            assert context.num_saves == 0
+            assert asyncio.all_tasks() == before
 
 
 def object_storage(
@@ -383,6 +397,28 @@ def object_storage(
 
 
 SAVE_IDS = [f"{number:032x}" for number in range(0xA0, 0xB0)]
+
+
+def storage_at(
+    directory: str | os.PathLike[str],
+    executor: Executor,
+    files: PosixFiles | None = None,
+    log: EventLog | None = None,
+    **options: Any,
+) -> LocalStorage:
+    """Give the place of a checkpoint on a disk; it has threads already."""
+    config = config_with(**options)
+    return LocalStorage(os.fspath(directory), config, executor, log or EventLog(), files)
+
+
+def root_at(
+    directory: str | os.PathLike[str],
+    executor: Executor,
+    files: PosixFiles | None = None,
+    log: EventLog | None = None,
+) -> LocalRoot:
+    """Give a directory of checkpoints."""
+    return LocalRoot(os.fspath(directory), SMALL, executor, log or EventLog(), files)
 
 
 def manifest_of(save_id: str, contents: Mapping[str, bytes], block_nbytes: int = 4 * KiB) -> bytes:

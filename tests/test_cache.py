@@ -478,9 +478,10 @@ def test_a_cache_that_does_not_run_refuses() -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
 @given(seed=seeds, at_s=st.floats(0, 0.15))
-def test_closing_answers_everybody(seed: int, at_s: float) -> None:
-    """Who waits when the cache is closed gets a manifest or is told; nobody hangs."""
+def test_the_end_of_the_cache_answers_everybody(how: str, seed: int, at_s: float) -> None:
+    """Who waits when it is closed, or its task cancelled, gets a manifest or is told."""
 
     async def scenario() -> None:
         storage = await stored(seed=seed)
@@ -490,36 +491,19 @@ def test_closing_answers_everybody(seed: int, at_s: float) -> None:
             await asyncio.sleep(0)
         readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
         await asyncio.sleep(at_s)
-        cache.close()
-        await task
+        if how == "closed":
+            cache.close()
+        else:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert how == "cancelled" or not task.cancelled()
         await asyncio.wait(readers)
         for reader in readers:
             if reader.exception() is None:
                 assert reader.result().save_id == A
             else:
                 assert isinstance(reader.exception(), EngineClosedError)
-
-    run_virtual(scenario(), seed=seed)
-
-
-@given(seed=seeds, at_s=st.floats(0, 0.15))
-def test_cancelling_the_cache_answers_everybody(seed: int, at_s: float) -> None:
-    """A cache whose task is cancelled tells who waits, instead of leaving them waiting."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        cache = MetadataCache(8, 1 << 20)
-        task = asyncio.create_task(cache.run())
-        while not cache._open:
-            await asyncio.sleep(0)
-        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
-        await asyncio.sleep(at_s)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await asyncio.wait(readers)
-        for reader in readers:
-            assert isinstance(reader.exception(), (EngineClosedError, type(None)))
 
     run_virtual(scenario(), seed=seed)
 

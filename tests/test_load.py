@@ -30,16 +30,10 @@ from tests.loads import BLOCK, blank, sample, tensors_of
 from tests.strategies import SMALL, TORCH_DTYPES, Color, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.events import Event
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[sync.Engine]:
-    with sync.Engine(SMALL) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptio import sync
 from ckptio.errors import (
     CorruptionError,
 )
 from tests.loads import BLOCK, blank, sample, tensors_of
-from tests.strategies import SMALL, assert_same, random_tensor
+from tests.strategies import assert_same, random_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[sync.Engine]:
-    with sync.Engine(SMALL) as engine:
-        yield engine
+    from ckptio import sync
 
 
 def truncate(path: str) -> None:

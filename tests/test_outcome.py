@@ -154,6 +154,7 @@ async def test_a_loop_that_has_ended_is_told_nothing() -> None:
     assert await waiting == 1
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_an_error_is_let_go() -> None:
     """It refers to the frames it went through, and none of them back to it."""
 
@@ -170,11 +171,7 @@ def test_an_error_is_let_go() -> None:
             del outcome  # or this frame, which the error refers to, would keep the error
         return weakref.ref(held)
 
-    gc.disable()
-    try:
-        assert fail()() is None
-    finally:
-        gc.enable()
+    assert fail()() is None
 
 
 def test_a_handler_may_wait_for_whoever_tells() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import subprocess
 import sys
 import threading
@@ -171,6 +170,7 @@ def test_an_own_thread_that_does_not_begin_raises(monkeypatch: pytest.MonkeyPatc
         asyncio.run(in_own_thread(lambda: 3))
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_an_error_of_an_own_thread_is_let_go() -> None:
     """It refers to the frames it went through, and none of them back to it."""
 
@@ -188,12 +188,8 @@ def test_an_error_of_an_own_thread_is_let_go() -> None:
         with pytest.raises(ValueError, match="Part"):
             await in_own_thread(fail)
 
-    gc.disable()
-    try:
-        asyncio.run(scenario())
-        assert parts[0]() is None
-    finally:
-        gc.enable()
+    asyncio.run(scenario())
+    assert parts[0]() is None
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:

@@ -42,12 +42,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[sync.Engine]:
-    with sync.Engine(SMALL) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("roundtrip") / "ckpt")
 

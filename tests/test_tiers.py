@@ -14,7 +14,6 @@ import sys
 import textwrap
 import threading
 import traceback
-import uuid
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -60,7 +59,6 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from typing import Self
 
@@ -73,17 +71,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [100 * KiB, 3000, 200 * KiB]
 STATE = random_state(SIZES)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A prefix of fsspec's store in memory."""
-    import fsspec  # noqa: PLC0415  # 50 ms
-
-    root = f"/tiers-{uuid.uuid4().hex}"
-    yield f"memory:/{root}"
-    with contextlib.suppress(FileNotFoundError):
-        fsspec.filesystem("memory").rm(root, recursive=True)
 
 
 def objects_in(url: str) -> dict[str, bytes]:

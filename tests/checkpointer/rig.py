@@ -7,18 +7,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptio import Checkpointer
-from ckptio._threads import Threads
-from ckptio.cache import MetadataCache
 from ckptio.checkpointer.steps import parse_name
-from ckptio.engine.context import EngineContext
 from ckptio.engine.resolver import Resolver
 from ckptio.ranks.interface import Deadlines
-from ckptio.staging.pool import SlabPool
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, MemoryRanks
-from tests.rig import SMALL, InlineCore, committed, engine_on, names_in
+from tests.rig import SMALL, InlineCore, committed, context_of, engine_on, names_in, running_cache
 from tests.storage.object_rig import OneStore
 
 if TYPE_CHECKING:
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
 
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.context import EngineContext
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
@@ -100,26 +97,11 @@ async def engines(
         )
         cores = []
         for ranks in group.ranks:
-            context = EngineContext(
-                config=config,
-                executor=Threads(4, "ckptio"),
-                copiers=Threads(config.max_copies, "ckptio-copy"),
-                writers=Threads(config.max_writes, "ckptio-write"),
-                readers=Threads(config.max_reads, "ckptio-read"),
-                waiters=Threads(1, "ckptio-wait"),
-                pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-                cache=MetadataCache(config.cache_entries, config.cache_nbytes),
-                observer=log,
-                ranks=ranks,
-            )
+            context = context_of(config, log, ranks=ranks)
             if store is not None:
                 context.stores = cast("Any", OneStore(store))
             cores.append(RootCore(context, files))
-            task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
-            stack.push_async_callback(_wait_for, task)
-            stack.callback(context.cache.close)
-            while not context.cache._open:
-                await asyncio.sleep(0)
+            await stack.enter_async_context(running_cache(context))
         yield [engine_on(core) for core in cores]
         for core in cores:
             if core.tasks:
@@ -129,10 +111,6 @@ async def engines(
             await core.context.stores.close()
             core.context.end_threads()
     assert asyncio.all_tasks() == before
-
-
-async def _wait_for(task: asyncio.Task[None]) -> None:
-    await task
 
 
 async def on_each(

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-import secrets
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -38,25 +36,15 @@ from ckptio.storage.store import ObjectInfo, StoreTraits
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL, assert_same, config_with, filled_state
-from tests.storage.object_rig import DictStore
+from tests.storage.object_rig import DictStore, put
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
 OLD_S = 10_000
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A URL below which nothing is, and below which nothing is left but steps."""
-    name = f"run-{secrets.token_hex(8)}"
-    yield f"memory://{name}/deep"
-    memory = fsspec.filesystem("memory")
-    if memory.exists(f"/{name}"):
-        memory.rm(f"/{name}", recursive=True)
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -79,16 +67,6 @@ def steps_in(url: str) -> list[int]:
     for names in found.values():
         assert [name.partition("-")[0] for name in sorted(names)] == ["data", "manifest.json"]
     return sorted(int(step.removeprefix("step-")) for step in found)
-
-
-def put(url: str, data: bytes, age_s: float) -> None:
-    """Write an object some time ago."""
-    memory, path = fsspec.filesystem("memory"), "/" + url.partition("://")[2]
-    memory.pipe_file(path, data)
-    file = memory.store[path]
-    file.created = file.modified = file.modified.fromtimestamp(
-        time.time() - age_s, tz=file.modified.tzinfo
-    )
 
 
 async def save_steps(url: str, *steps: int, **options: Any) -> None:

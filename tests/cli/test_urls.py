@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -25,10 +23,10 @@ from ckptio.format.note import CopyNote, encode_note
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.cli.rig import make_state, run_json
 from tests.rig import SMALL, assert_same
+from tests.storage.object_rig import put
 from tests.storage.web import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -40,16 +38,6 @@ OLD_S = 10_000
 def fsspec_loop() -> None:
     """Begin the thread of fsspec, which stays."""
     fsspec.asyn.get_loop()
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A URL below which nothing is."""
-    name = f"cli-{secrets.token_hex(8)}"
-    yield f"memory://{name}/run"
-    memory = fsspec.filesystem("memory")
-    if memory.exists(f"/{name}"):
-        memory.rm(f"/{name}", recursive=True)
 
 
 @pytest.fixture
@@ -65,17 +53,6 @@ def keys(url: str) -> list[str]:
     """What is below a URL, relative to it."""
     top = "/" + url.partition("://")[2]
     return [key.removeprefix(f"{top}/") for key in fsspec.filesystem("memory").find(top)]
-
-
-def put(url: str, data: bytes = b"x", age_s: float = 0.0) -> None:
-    """Write an object some time ago."""
-    memory = fsspec.filesystem("memory")
-    path = "/" + url.partition("://")[2]
-    memory.pipe_file(path, data)
-    file = memory.store[path]
-    file.created = file.modified = file.modified.fromtimestamp(
-        time.time() - age_s, tz=file.modified.tzinfo
-    )
 
 
 def test_ls_lists_what_is_below_a_url(run_url: str, capsys: pytest.CaptureFixture[str]) -> None:

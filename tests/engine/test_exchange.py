@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import random
 import weakref
 from dataclasses import dataclass
@@ -14,10 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio._threads import Threads
-from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
-from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import SharedPart, plan_part, read_shared
 from ckptio.engine.landing import Reading
 from ckptio.errors import (
@@ -33,14 +29,15 @@ from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.plan.exchange import ExchangePlan, block_runs, decode_part, plan_exchange
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.staging.pool import SlabPool
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from ckptio.testing.exchange import MemoryNetwork
 from tests.manifests import block_checksums
-from tests.rig import SAVE_IDS, contents_of, fill_attempt
+from tests.rig import SAVE_IDS, contents_of, context_of, fill_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ckptio.engine.context import EngineContext
 
 BLOCK = 4 * KiB
 SLAB = 16 * KiB
@@ -142,20 +139,6 @@ class Group:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def context_of(config: CheckpointConfig, observer: EventLog | None = None) -> EngineContext:
-    return EngineContext(
-        config=config,
-        executor=Threads(2, "odd"),
-        copiers=Threads(config.max_copies, "copy"),
-        writers=Threads(config.max_writes, "write"),
-        readers=Threads(config.max_reads, "read"),
-        waiters=Threads(1, "wait"),
-        pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
-        cache=MetadataCache(1, 1),
-        observer=observer,
-    )
-
-
 async def group_of(
     wish: Wish, configs: Sequence[CheckpointConfig], seed: int = 0, log: EventLog | None = None
 ) -> Group:
@@ -241,6 +224,7 @@ def test_every_wanted_byte_arrives_and_is_read_once(
     run_virtual(scenario(), seed=seed)
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_what_was_loaded_is_let_go_of() -> None:
     """Without a collection of garbage, though lanes that waited for slabs were cancelled."""
 
@@ -258,12 +242,7 @@ def test_what_was_loaded_is_let_go_of() -> None:
         assert not [tensor for tensor in loaded if tensor() is not None]
         network.close()
 
-    gc.collect()
-    gc.disable()
-    try:
-        run_virtual(scenario(), seed=1)
-    finally:
-        gc.enable()
+    run_virtual(scenario(), seed=1)
 
 
 @given(wish=wishes(), pool=st.integers(1, 4), slabs=slabs, seed=seeds, number=st.integers(0, 60))

@@ -12,17 +12,9 @@ from safetensors.torch import save_file
 
 from ckptio import PerRank, sync
 from ckptio.errors import MismatchError, TargetError
-from tests.strategies import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[sync.Engine]:
-    with sync.Engine(SMALL) as engine:
-        yield engine
 
 
 def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Path) -> None:

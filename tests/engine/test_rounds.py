@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from ckptio.engine.rounds import meet
 
@@ -24,17 +25,13 @@ class Lone:
         del is_on
 
 
+@pytest.mark.usefixtures("no_collections")
 async def test_a_round_that_is_over_is_let_go_of() -> None:
     """Without a collection of garbage: it has the engine, and what the session has."""
     context: Any = None  # of no use before somebody is waited for
     decide: Any = None
     session = Lone()
     kept = weakref.ref(session)
-    gc.collect()
-    gc.disable()
-    try:
-        assert await meet(session, "done", 7, decide, path="c", context=context) == 7
-        del session
-        assert kept() is None
-    finally:
-        gc.enable()
+    assert await meet(session, "done", 7, decide, path="c", context=context) == 7
+    del session
+    assert kept() is None

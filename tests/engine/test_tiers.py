@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from ckptio import Engine
+    from ckptio import Engine, SaveHandle
     from ckptio.events import Event
     from ckptio.storage.interface import Storage
 
@@ -256,6 +256,16 @@ def test_a_part_of_a_copy_that_somebody_cancels_fails_the_copy(number: int) -> N
     run_virtual(scenario(), seed=0)
 
 
+async def owe(engine: Engine, far: MemoryStorage) -> SaveHandle:
+    """Save, and leave the copy of it owed: the second tier takes none just then."""
+    far.fault = fail_kind("begin")
+    handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+    with pytest.raises(StorageError):
+        await handle.durable
+    far.fault = None
+    return handle
+
+
 def test_a_damaged_block_is_not_copied() -> None:
     """Every block is verified on its way; the second tier has no checkpoint."""
 
@@ -263,11 +273,7 @@ def test_a_damaged_block_is_not_copied() -> None:
         storages = two()
         near, far = memory(storages, "near/a"), memory(storages, "far/a")
         async with inline_engine(storages) as engine:
-            far.fault = fail_kind("begin")
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            with pytest.raises(StorageError):
-                await handle.durable
-            far.fault = None
+            await owe(engine, far)
             name = max(near.files)
             near.files[name][-1] ^= 1
             with pytest.raises(CorruptionError) as raised:
@@ -893,10 +899,7 @@ def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
         storages = two() | {"near/0": MemoryStorage("near/0"), "near/z": MemoryStorage("near/z")}
         far = memory(storages, "far/a")
         async with inline_engine(storages, SMALL, log) as engine:
-            far.fault = fail_kind("begin")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            far.fault = None
+            await owe(engine, far)
             for name in ("near/0", "near/z"):
                 memory(storages, name).fault = fail_kind("version")
             before = len(log.of(CopyFailed))
@@ -937,10 +940,7 @@ def test_a_copy_that_is_being_finished_is_not_begun_again() -> None:
         storages = two()
         far = memory(storages, "far/a")
         async with inline_engine(storages) as engine:
-            far.fault = fail_kind("begin")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            far.fault = None
+            await owe(engine, far)
             once, again = await asyncio.gather(*[engine.finish_copies("near/a") for _ in "12"])
             assert sorted([once, again]) == [(), ("far/a",)]
         assert_alike(storages)
@@ -956,10 +956,7 @@ def test_what_cannot_be_read_is_not_said_to_owe_nothing() -> None:
         storages = two()
         near, far = memory(storages, "near/a"), memory(storages, "far/a")
         async with inline_engine(storages, SMALL, log) as engine:
-            far.fault = fail_kind("begin")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            far.fault = None
+            await owe(engine, far)
             near.fault = fail_kind("read_manifest")
             before = len(log.of(CopyFailed))
             for place in ("near", "near/a"):
@@ -980,11 +977,7 @@ def test_a_copy_counts_as_owed_until_it_is_seen_that_it_is_not() -> None:
         storages = two()
         near, far = memory(storages, "near/a"), memory(storages, "far/a")
         async with inline_engine(storages) as engine:
-            far.fault = fail_kind("begin")
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            with pytest.raises(StorageError):
-                await handle.durable
-            far.fault = None
+            handle = await owe(engine, far)
             unmade = engine._core.context.copies.unmade
             elsewhere = near.hold(handle.save_id)
             assert await engine.finish_copies("near/a") == ()
@@ -1061,10 +1054,7 @@ def test_what_is_owed_is_looked_for_once_when_the_second_tier_is_back() -> None:
     async def scenario() -> None:
         storages = {name: MemoryStorage(name) for name in names}
         async with inline_engine(storages) as engine:
-            storages["far/a"].fault = fail_kind("begin")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            storages["far/a"].fault = None
+            await owe(engine, storages["far/a"])
             copies = engine._core.context.copies
             for name, owing in (("b", {"near": True}), ("c", {})):
                 await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
@@ -1555,10 +1545,7 @@ def test_a_checkpoint_that_was_moved_to_where_it_is_wanted_is_copied() -> None:
         storages = two()
         near, far = memory(storages, "near/a"), memory(storages, "far/a")
         async with inline_engine(storages) as engine:
-            far.fault = fail_kind("begin")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            far.fault = None
+            await owe(engine, far)
             (save_id,) = near.notes
             near.notes[save_id] = encode_note(CopyNote(copy_to="near/a", overwrite=True))
             before, num_operations = dict(near.files), len(near.operations)

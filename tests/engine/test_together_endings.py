@@ -330,11 +330,8 @@ def test_who_aborts_a_save_in_doubt_is_told_of_the_doubt(aborting: int) -> None:
     run(scenario(), seed=0)
 
 
-@pytest.mark.parametrize("is_out", [True, False])
-def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
-    monkeypatch: pytest.MonkeyPatch, *, is_out: bool
-) -> None:
-    """Rank 0 lives and is not through: that its manifest is there, or not, says nothing yet."""
+def tasks_of_rank_1(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Task[Any]]:
+    """Give a list that takes the tasks in which rank 1 saves."""
     tasks: list[asyncio.Task[Any]] = []
     run_save = _JointSave.run
 
@@ -346,6 +343,15 @@ def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
         return await run_save(self, session)
 
     monkeypatch.setattr(_JointSave, "run", seen)
+    return tasks
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
+    monkeypatch: pytest.MonkeyPatch, *, is_out: bool
+) -> None:
+    """Rank 0 lives and is not through: that its manifest is there, or not, says nothing yet."""
+    tasks = tasks_of_rank_1(monkeypatch)
 
     async def scenario() -> None:
         async with job(3) as ranks:
@@ -791,17 +797,7 @@ def test_who_finds_a_commit_without_a_verdict_is_in_doubt(
     monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     """Cancelled twice, it hears nothing of rank 0: also where it fails to make that durable."""
-    tasks: list[asyncio.Task[Any]] = []
-    run_save = _JointSave.run
-
-    async def seen(self: _JointSave, session: Any) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        if self._context.ranks.rank == 1:
-            tasks.append(task)
-        return await run_save(self, session)
-
-    monkeypatch.setattr(_JointSave, "run", seen)
+    tasks = tasks_of_rank_1(monkeypatch)
 
     async def scenario() -> None:
         async with job(2) as ranks:

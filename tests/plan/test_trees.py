@@ -333,6 +333,7 @@ def test_layers_of_a_pipeline_are_united_in_the_order_of_ranks() -> None:
     assert list(merged["model"]) == ["wte", "h.0", "h.1"]
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_merging_leaves_nothing_to_the_collector() -> None:
     """It is paused meanwhile, and what it alone can free would be memory for each leaf."""
     layers: list[dict[str, Any]] = [
@@ -344,12 +345,8 @@ def test_merging_leaves_nothing_to_the_collector() -> None:
     merge_trees(trees, numbers)
     while gc.collect():  # of other tests, some of which takes several
         pass
-    gc.disable()
-    try:
-        merge_trees(trees, numbers)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    merge_trees(trees, numbers)
+    assert gc.collect() == 0
 
 
 def test_plain_and_other_keys_meet_in_one_dict() -> None:
@@ -681,14 +678,11 @@ def test_values_that_begin_alike_are_told_apart_beside_others() -> None:
     assert "==2' on rank 2;" in message
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_taking_a_tree_leaves_nothing_to_collect() -> None:
     """Each save of several ranks takes one: in a run without collections they would add up."""
     tree, names = {"a": {TAG: 0}, "b": [1, {"c": 2}]}, ["a"]
     while gc.collect():
         pass
-    gc.disable()
-    try:
-        take_tree(tree, names)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    take_tree(tree, names)
+    assert gc.collect() == 0

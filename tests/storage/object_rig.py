@@ -8,6 +8,8 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import fsspec
+
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -169,3 +171,14 @@ class OneStore:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def put(url: str, data: bytes = b"x", age_s: float = 0.0) -> None:
+    """Write an object to fsspec's store in memory some time ago."""
+    memory = fsspec.filesystem("memory")
+    path = "/" + url.partition("://")[2]
+    memory.pipe_file(path, data)
+    file = memory.store[path]
+    file.created = file.modified = file.modified.fromtimestamp(
+        time.time() - age_s, tz=file.modified.tzinfo
+    )

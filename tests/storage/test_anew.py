@@ -28,11 +28,9 @@ from ckptio.storage import linux
 from ckptio.storage.anew import KEPT_S
 from ckptio.storage.leftovers import is_at
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     FilesCore,
     config_with,
     contents_of,
@@ -40,6 +38,8 @@ from tests.rig import (
     fill_attempt,
     manifest_of,
     read_files,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -87,14 +87,6 @@ class Client:
             for link in [link for link in self.links if os.path.dirname(link) == str(path)]:
                 del self.links[link]
         return found
-
-
-def storage_at(directory: Path, executor: Executor, files: Any = None) -> LocalStorage:
-    return LocalStorage(str(directory), SMALL, executor, EventLog(), files)
-
-
-def root_at(directory: Path, executor: Executor) -> LocalRoot:
-    return LocalRoot(str(directory), SMALL, executor, EventLog())
 
 
 QUESTIONS: dict[str, Callable[[Path, Executor], Awaitable[Any]]] = {

@@ -22,17 +22,16 @@ from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers
-from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, fail_at
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     committed,
     contents_of,
     fill_attempt,
     manifest_of,
     names_in,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -48,21 +47,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 A, B, C = SAVE_IDS[:3]
 OLD, NEW, LAST = contents_of(A, 5000, 9000), contents_of(B, 10_000), contents_of(C, 10)
 ELSEWHERE = b"of another boot"
-
-
-def storage_at(
-    path: Path,
-    executor: Executor,
-    files: RecordingFiles | None = None,
-    log: EventLog | None = None,
-) -> LocalStorage:
-    return LocalStorage(str(path), SMALL, executor, log or EventLog(), files)
-
-
-def root_of(
-    path: Path, executor: Executor, files: RecordingFiles | None = None, log: EventLog | None = None
-) -> LocalRoot:
-    return LocalRoot(str(path.parent), SMALL, executor, log or EventLog(), files)
 
 
 def attempts_of(path: Path, files: RecordingFiles, told: list[str] | None = None) -> Attempts:
@@ -233,7 +217,7 @@ async def test_the_lock_of_another_host_is_kept_while_its_save_writes(
     age(path)
     os.utime(path / min(OLD))
     with pytest.raises(StorageError, match="copied once more"):
-        await root_of(path, executor).remove("c", A)
+        await root_at(path.parent, executor).remove("c", A)
     assert committed(path) == OLD
     await copy.leave()
 
@@ -416,7 +400,7 @@ async def test_a_lock_is_kept_until_its_file_has_no_name(
     await write_files(storage_at(path, executor, files), A, OLD)
     if who == "a removal":
         is_free.clear()
-        await root_of(path, executor, files).remove("c")
+        await root_at(path.parent, executor, files).remove("c")
     assert is_free == [False]
 
 
@@ -437,7 +421,7 @@ async def test_a_removal_whose_lock_somebody_else_makes_goes_no_further(
             os.pwrite(taken[0], boot_id(), 0)
 
     log = EventLog()
-    root = root_of(path, executor, RecordingFiles(meet), log)
+    root = root_at(path.parent, executor, RecordingFiles(meet), log)
     if code == errno.ENOSPC:
         await root.remove("c")
         assert not path.exists()
@@ -459,7 +443,7 @@ async def test_a_lock_whose_file_stays_is_an_event(tmp_path: Path, executor: Exe
         if operation.kind == "unlink" and operation.path.endswith(f".attempt-{A}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
 
-    assert await root_of(path, executor, RecordingFiles(fail), log).remove("c") > 0
+    assert await root_at(path.parent, executor, RecordingFiles(fail), log).remove("c") > 0
     assert names_in(path) == [f".attempt-{A}"]
     assert {event.file for event in log.of(CleanupFailed)} == {f".attempt-{A}"}
 
@@ -471,7 +455,7 @@ async def test_a_lock_whose_file_is_gone_is_none(
     path, log = tmp_path / "c", EventLog()
     await write_files(storage_at(path, executor), A, OLD)
     monkeypatch.setattr("ckptio.storage.attempt_lock.is_at", lambda *_: True)
-    assert await root_of(path, executor, RecordingFiles(), log).remove("c") > 0
+    assert await root_at(path.parent, executor, RecordingFiles(), log).remove("c") > 0
     assert not path.exists()
     assert not log.of(CleanupFailed)
 
@@ -562,7 +546,7 @@ async def test_a_removal_goes_on_where_a_server_says_that_a_lock_has_just_gone(
         return leftovers.is_at(fd, name)
 
     monkeypatch.setattr(attempt_lock, "is_at", look)
-    await root_of(path, executor, RecordingFiles(fault)).remove("c", A)
+    await root_at(path.parent, executor, RecordingFiles(fault)).remove("c", A)
     assert failed == [where]
     assert not path.exists()
 
@@ -599,7 +583,7 @@ async def test_what_is_no_file_holds_up_no_removal(
         marker.mkdir()
     else:
         os.mkfifo(marker)
-    await root_of(path, executor).remove("c", A)
+    await root_at(path.parent, executor).remove("c", A)
     assert MANIFEST_NAME not in names_in(path)
     assert not set(OLD) & set(names_in(path))
 
@@ -619,7 +603,7 @@ async def test_a_sweep_goes_on_behind_what_cannot_be_opened_now(
         if operation.kind == "open" and operation.path.endswith(f".attempt-{A}"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
 
-    await root_of(path, executor, RecordingFiles(fail), log).sweep("c", -1)
+    await root_at(path.parent, executor, RecordingFiles(fail), log).sweep("c", -1)
     assert names_in(path) == sorted([f".manifest-{A}-old", *OLD])
     assert log.of(CleanupFailed)[0].file == f".manifest-{A}-old"
 
@@ -738,7 +722,7 @@ async def test_the_lock_of_another_host_is_judged_by_the_clock_that_dates_files(
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 2 * QUIET_S)
     with pytest.raises(StorageError, match="copied once more"):
-        await root_of(path, executor).remove("c", A)
+        await root_at(path.parent, executor).remove("c", A)
     assert committed(path) == OLD
     await copy.leave()
 
@@ -924,8 +908,8 @@ async def test_a_sweep_that_cannot_put_a_checkpoint_back_says_so(
             raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
 
     with pytest.raises(StorageError, match="cannot sweep"):
-        await root_of(path, executor, RecordingFiles(fail)).sweep("c", -1)
-    await root_of(path, executor).sweep("c", -1)
+        await root_at(path.parent, executor, RecordingFiles(fail)).sweep("c", -1)
+    await root_at(path.parent, executor).sweep("c", -1)
     assert committed(path) == OLD
 
 

@@ -23,9 +23,9 @@ from tests.rig import (
     fill_attempt,
     manifest_of,
     names_in,
+    storage_at,
     write_files,
 )
-from tests.storage.test_local import storage_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -49,6 +49,7 @@ from tests.rig import (
     names_in,
     random_state,
     read_files,
+    storage_at,
     values_in,
     write_files,
 )
@@ -65,16 +66,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("no_leaks")
 A, B, C = SAVE_IDS[:3]
 OLD, NEW, OTHER = contents_of(A, 5000, 9000), contents_of(B, 10_000), contents_of(C, 10)
-
-
-def storage_at(
-    directory: Path,
-    executor: Executor,
-    files: PosixFiles | None = None,
-    log: EventLog | None = None,
-    **options: Any,
-) -> LocalStorage:
-    return LocalStorage(str(directory), config_with(**options), executor, log or EventLog(), files)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

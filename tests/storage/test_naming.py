@@ -16,9 +16,7 @@ from ckptio.events import CleanupFailed
 from ckptio.format.pointer import encode_pointer
 from ckptio.storage.file_names import data_file_name
 from ckptio.storage.leftovers import find_leftovers
-from ckptio.storage.local import LocalStorage
 from ckptio.storage.manifest_name import ManifestName
-from ckptio.storage.root import LocalRoot
 from ckptio.storage.tombs import put_back_mistakes
 from ckptio.testing import Crash, EventLog, RecordingFiles
 from tests.rig import (
@@ -29,6 +27,8 @@ from tests.rig import (
     fill_attempt,
     manifest_of,
     names_in,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -82,15 +82,6 @@ class Mount(RecordingFiles):
             while self.pending:
                 self.pending.pop()()
         super().unlink(path)
-
-
-def storage_at(
-    directory: Path,
-    executor: Executor,
-    files: RecordingFiles | None = None,
-    log: EventLog | None = None,
-) -> LocalStorage:
-    return LocalStorage(str(directory), SMALL, executor, log or EventLog(), files)
 
 
 async def begun(directory: Path, executor: Executor, operation: str) -> bool:
@@ -738,7 +729,7 @@ async def test_what_was_removed_does_not_come_back_from_a_copy_of_its_manifest(
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=True)
     files.bury()
     assert f".manifest-{B}-was" in names_in(tmp_path / "c")
-    root = LocalRoot(str(tmp_path), SMALL, executor, EventLog())
+    root = root_at(tmp_path, executor)
     await root.remove("c")
     await root.sweep("c", 0.0)
     assert [found.version for found in await root.find()] in ([], [None])

@@ -19,8 +19,6 @@ from tests.rig import SAVE_IDS, SMALL, contents_of, fill_attempt, manifest_of, o
 from tests.storage.test_object_attempt import MANIFEST, PREFIX, save, winner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ckptio.storage.store import ObjectInfo
     from ckptio.testing import Operation
 
@@ -28,16 +26,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 A, B, C = SAVE_IDS[:3]
 STATE = {"tensor": torch.arange(5)}
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """Name a place in memory where nothing is, and clear it."""
-    url = f"memory://sweep/{secrets.token_hex(8)}"
-    yield url
-    fs = fsspec.filesystem("memory")
-    if fs.exists(url):
-        fs.rm(url, recursive=True)
 
 
 def names_at(url: str) -> list[str]:

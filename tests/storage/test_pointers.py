@@ -21,7 +21,6 @@ from ckptio.testing import RecordingFiles
 from tests.rig import SAVE_IDS, SMALL, manifest_of, names_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
@@ -48,16 +47,6 @@ def is_same(found: dict[str, Any], state: dict[str, Any]) -> bool:
     return found.get("words") == state.get("words") and torch.equal(
         found["tensor"], state["tensor"]
     )
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """Name a place in memory where nothing is, and clear it."""
-    url = f"memory://pointers/{secrets.token_hex(8)}"
-    yield url
-    fs = fsspec.filesystem("memory")
-    if fs.exists(url):
-        fs.rm(url, recursive=True)
 
 
 def names_at(url: str) -> list[str]:

@@ -19,7 +19,6 @@ from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     committed,
     config_with,
     contents_of,
@@ -27,6 +26,7 @@ from tests.rig import (
     manifest_of,
     names_in,
     page_aligned,
+    storage_at,
     write_files,
 )
 
@@ -41,10 +41,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 A, B = SAVE_IDS[:2]
 OLD, NEW = contents_of(A, 5000, 9000), contents_of(B, 10_000)
 NAME = f"data-{A}-00000-00000.safetensors"
-
-
-def storage_at(path: Path, executor: Executor, files: RecordingFiles | None = None) -> LocalStorage:
-    return LocalStorage(str(path), SMALL, executor, EventLog(), files)
 
 
 async def write_again(path: Path, executor: Executor, files: RecordingFiles, data: bytes) -> None:

@@ -24,19 +24,18 @@ from ckptio.format.pointer import encode_pointer
 from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id
-from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import LocalRoot
 from ckptio.storage.root_interface import Found
 from ckptio.storage.tombs import put_back_mistakes
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     committed,
     contents_of,
     fill_attempt,
     manifest_of,
     names_in,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -48,16 +47,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
-
-
-def root_at(
-    path: Path, threads: Threads, files: RecordingFiles | None = None, log: EventLog | None = None
-) -> LocalRoot:
-    return LocalRoot(str(path), SMALL, threads, log or EventLog(), files)
-
-
-def storage_at(path: Path, threads: Threads) -> LocalStorage:
-    return LocalStorage(str(path), SMALL, threads, EventLog())
 
 
 async def write(path: Path, threads: Threads, save_id: str = SAVE_IDS[0]) -> dict[str, bytes]:

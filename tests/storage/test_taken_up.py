@@ -11,17 +11,16 @@ import pytest
 
 from ckptio._threads import Threads
 from ckptio.errors import CommitConflictError, StorageError
-from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import LocalRoot
-from ckptio.testing import EventLog, RecordingFiles, fail_at
+from ckptio.testing import RecordingFiles, fail_at
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     committed,
     contents_of,
     fill_attempt,
     manifest_of,
     names_in,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("no_leaks")
 OLD, CUT, NEW = SAVE_IDS[:3]
 CONTENTS = {save_id: contents_of(save_id, 5000, 9000) for save_id in (OLD, CUT, NEW)}
-
-
-def storage_at(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalStorage:
-    return LocalStorage(str(path), SMALL, threads, EventLog(), files)
 
 
 async def take_up(directory: Path, threads: Threads) -> None:
@@ -70,7 +65,7 @@ def in_another_process(directory: Path) -> str:
 async def clear(who: str, directory: Path, threads: Threads, files: RecordingFiles) -> None:
     """Remove what dead saves left: a run does it, or the next save to the place."""
     if who == "sweep":
-        root = LocalRoot(str(directory.parent), SMALL, threads, EventLog(), files)
+        root = root_at(directory.parent, threads, files)
         await root.sweep(directory.name, -1)
     else:
         attempt = await storage_at(directory, threads, files).begin(NEW, overwrite=True)

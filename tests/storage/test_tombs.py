@@ -21,17 +21,16 @@ from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.file_names import tomb_name
 from ckptio.storage.files import NoExclusiveNames
 from ckptio.storage.leftovers import boot_id, is_whole, read_summary
-from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import LocalRoot
 from ckptio.storage.tombs import forget_mistakes, put_back, put_back_mistakes, tombs_in
 from ckptio.testing import Crash, EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
-    SMALL,
     committed,
     contents_of,
     manifest_of,
     names_in,
+    root_at,
+    storage_at,
     write_files,
 )
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ckptio.storage.local import LocalStorage
     from ckptio.testing import Fault, Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -67,14 +67,6 @@ MOUNTS: dict[str, Callable[[Fault | None], RecordingFiles]] = {
 }
 
 
-def storage_at(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalStorage:
-    return LocalStorage(str(path), SMALL, threads, EventLog(), files)
-
-
-def root_of(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalRoot:
-    return LocalRoot(str(path.parent), SMALL, threads, EventLog(), files)
-
-
 def elsewhere(work: Callable[[Threads], object]) -> None:
     """Do something as another process would, to its end."""
     others = Threads(1, "others")
@@ -95,7 +87,7 @@ def save(path: Path, save_id: str, mount: str = "links") -> None:
 
 
 def sweep(path: Path) -> None:
-    elsewhere(lambda threads: asyncio.run(root_of(path, threads).sweep(path.name, -1)))
+    elsewhere(lambda threads: asyncio.run(root_at(path.parent, threads).sweep(path.name, -1)))
 
 
 def remove(path: Path, save_id: str, told: list[str], files: RecordingFiles | None = None) -> None:
@@ -103,7 +95,7 @@ def remove(path: Path, save_id: str, told: list[str], files: RecordingFiles | No
 
     def work(threads: Threads) -> None:
         try:
-            asyncio.run(root_of(path, threads, files).remove(path.name, save_id))
+            asyncio.run(root_at(path.parent, threads, files).remove(path.name, save_id))
         except CheckpointNotFoundError:
             told.append("gone")
         except StorageError:
@@ -511,7 +503,7 @@ def test_what_a_removal_left_that_is_no_checkpoint_goes_if_it_can_be_read(
     (path / file).write_bytes(OLD[file])
 
     def work(threads: Threads) -> None:
-        asyncio.run(LocalRoot(str(tmp_path), SMALL, threads, log).sweep("c", 3600))
+        asyncio.run(root_at(tmp_path, threads, log=log).sweep("c", 3600))
 
     elsewhere(work)
     assert names_in(path) == [tomb] * (kind == "damaged") + [file]
@@ -582,7 +574,9 @@ def test_what_was_made_again_keeps_its_files_as_an_earlier_removal_goes_on(tmp_p
             (path / "manifest.json").write_bytes(commit)
 
     files = RecordingFiles(interrupt)
-    elsewhere(lambda threads: asyncio.run(root_of(path, threads, files).sweep(path.name, 3600)))
+    elsewhere(
+        lambda threads: asyncio.run(root_at(path.parent, threads, files).sweep(path.name, 3600))
+    )
     assert committed(path) == OLD
     assert names_in(path) == sorted(["manifest.json", *OLD])
 

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported
 
-from ckptio._threads import Threads
-from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB, MiB
-from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.landing import Reading
 from ckptio.exchange.ends import Address
@@ -25,9 +22,9 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.plan.exchange import block_runs, decode_part, plan_exchange
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.staging.pool import Slab, SlabPool
+from ckptio.staging.pool import Slab
 from ckptio.storage.local import LocalStorage
-from tests.rig import SAVE_IDS, contents_of, manifest_of, write_files
+from tests.rig import SAVE_IDS, contents_of, context_of, manifest_of, write_files
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,18 +54,8 @@ async def load(me: Me, link: BulkLink, directory: Path) -> int:
     contents = contents_of(SAVE_IDS[0], 2 * MiB, MiB)
     manifest = decode_manifest(manifest_of(SAVE_IDS[0], contents))
     wanted = [Wanted(f, 0, len(data), f, 0) for f, data in enumerate(contents.values())]
-    threads = [Threads(4, name) for name in ("odd", "copy", "write", "read", "wait")]
-    context = EngineContext(
-        config=CONFIG,
-        executor=threads[0],
-        copiers=threads[1],
-        writers=threads[2],
-        readers=threads[3],
-        waiters=threads[4],
-        pool=SlabPool(CONFIG.pool_nbytes, CONFIG.slab_nbytes),
-        cache=MetadataCache(1, 1),
-    )
-    storage = LocalStorage(str(directory / str(me.rank)), CONFIG, threads[0], context.emit)
+    context = context_of(CONFIG)
+    storage = LocalStorage(str(directory / str(me.rank)), CONFIG, context.executor, context.emit)
     await write_files(storage, SAVE_IDS[0], contents)
     plan = plan_exchange(
         manifest,
@@ -84,8 +71,7 @@ async def load(me: Me, link: BulkLink, directory: Path) -> int:
     finally:
         assert context.pool.statistics().leased_nbytes == 0
         context.pool.close()
-        for some in threads:
-            some.shutdown()
+        context.end_threads()
     for tensor, data in zip(tensors, contents.values(), strict=True):
         assert bytes(tensor.numpy()) == data
     return part.read_nbytes
