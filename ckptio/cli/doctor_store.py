@@ -22,18 +22,23 @@ from ckptio.events import CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.storage.object_commit import read_commit
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
-from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+)
 from ckptio.storage.stores import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import TypeVar
 
     from ckptio.cli.find_objects import FoundObjects, Place
     from ckptio.cli.findings import State
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.storage.store import ObjectInfo
+    from ckptio.storage.store import ObjectInfo, UploadInfo
 
     T = TypeVar("T")
 
@@ -71,8 +76,7 @@ async def find_dead_objects(place: Place) -> list[Leftover]:
         StorageError: Something cannot be listed.
     """
     found = await find_objects(place, depth=_DEPTH, hidden=True)
-    base, store = place.base, place.store
-    uploads = await place.requests.must("list", base, lambda: store.uploads(base))
+    base, uploads = place.base, await _uploads_below(place)
 
     async def look(prefix: str, item: FoundObjects | None) -> Leftover | None:
         ours = item.ours if item is not None else ()
@@ -101,6 +105,17 @@ async def find_dead_objects(place: Place) -> list[Leftover]:
     return [leftover for leftover in looked if leftover is not None]
 
 
+async def _uploads_below(place: Place) -> Sequence[UploadInfo]:
+    """List uploads below a URL; none where this user may not, which saves can do without."""
+    store, base = place.store, place.base
+    try:
+        return await place.requests.must("list uploads below", base, lambda: store.uploads(base))
+    except StorageError as error:
+        if not isinstance(error.__cause__, RefusedError):
+            raise
+        return ()
+
+
 async def _owner_of_manifest(place: Place, prefix: str) -> str | None:
     """Give the id of the save that a manifest is of; `None` if it cannot be read."""
     try:
@@ -125,7 +140,9 @@ class _Probe:
         self._is_left = False
 
     def _hear(self, event: Event) -> None:
-        self._is_left = self._is_left or isinstance(event, CleanupFailed)
+        # without a name it says that uploads may not be listed: nothing stays because of that
+        is_left = isinstance(event, CleanupFailed) and event.file != ""
+        self._is_left = self._is_left or is_left
 
     async def findings(self) -> list[Finding]:
         """Try everything. Where nothing can be written, nothing else is tried."""

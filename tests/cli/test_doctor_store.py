@@ -149,6 +149,10 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
     "wrong bytes": (lambda: failing("get", "corrupted"), {"reading": ("no", "not what was")}),
     "wrong ranges": (lambda: failing("get_into", "corrupted"), {"reading": ("no", "not what was")}),
     "no uploads": (lambda: failing("upload", "refused"), {"uploads": ("no", "failed: cannot")}),
+    "uploads unseen": (
+        lambda: failing("uploads", "refused"),
+        {"uploads": ("slow", "cannot be listed")},
+    ),
     "uploads unlisted": (lambda: Silent(Bucket()), {"uploads": ("slow", "cannot be listed")}),
     "uploads that stay": (
         lambda: failing("abort", "refused"),
