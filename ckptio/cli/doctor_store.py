@@ -256,10 +256,10 @@ class _Probe:
         answers = await run_all([write(number) for number in range(_NUM_WRITERS)], "race")
         won = answers.count(True)
         told = f"of {_NUM_WRITERS} writers at once {won} won"
-        if won == 1:
-            return "yes", f"{told}: commits exclude each other"
         if won == 0 or None in answers:
             return "slow", f"{told}, and {answers.count(None)} got no clear answer"
+        if won == 1:
+            return "yes", f"{told}: commits exclude each other"
         return "slow", f"{told}: two saves to one path at once may both be told that they are there"
 
     async def _match(self) -> tuple[State, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptio import sync
-from ckptio.storage.store import ObjectInfo, RefusedError
+from ckptio.storage.store import ConditionFailedError, ObjectInfo, RefusedError, TransientError
 from ckptio.testing.bucket import MemoryBucket
 from ckptio.testing.objects import MemoryBackend, MemoryStore, MemoryUpload
 from tests.cli.rig import run_json
@@ -54,6 +54,18 @@ class Refusing(MemoryStore):
         if absent or match:
             raise RefusedError("NotImplemented (501)")
         return await super().put(key, data)
+
+
+class Unclear(MemoryStore):
+    """Says of one write whose it was, and nothing of others at the same time."""
+
+    async def put(self, key: str, data: Any, *, absent: bool = False, match: str = "") -> str:
+        try:
+            return await super().put(key, data, absent=absent, match=match)
+        except ConditionFailedError:
+            if key.endswith("/race"):
+                raise TransientError("the connection broke") from None
+            raise
 
 
 class Crowded(MemoryStore):
@@ -140,6 +152,10 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
             "race": ("slow", "0 won, and 8 got no clear answer"),
             "unchanged objects": ("no", "If-Match is refused (cannot write"),
         },
+    ),
+    "a race of which little is known": (
+        lambda: Unclear(Bucket()),
+        {"race": ("slow", "1 won, and 7 got no clear answer")},
     ),
     "a list with others": (
         lambda: Crowded(Bucket()),
