@@ -137,6 +137,7 @@ class _Probe:
         self._place = ObjectPlace(
             place.url, self._prefix.rstrip("/"), self._store, self._requests, self._hear
         )
+        self._written: set[str] = set()
         self._is_left = False
 
     def _hear(self, event: Event) -> None:
@@ -187,6 +188,7 @@ class _Probe:
         return finding
 
     async def _remove(self) -> tuple[State, str]:
+        await self._place.delete(sorted(self._written))  # listed or not
         await self._place.remove(await self._place.list())
         left = await self._place.list()
         num = len(left.objects) + len(left.uploads)
@@ -200,6 +202,7 @@ class _Probe:
     async def _put(self, name: str) -> None:
         key = self._prefix + name
         await self._run("write", key, lambda: self._store.put(key, _DATA))
+        self._written.add(key)
 
     async def _head(self, name: str) -> ObjectInfo:
         key = self._prefix + name

@@ -68,6 +68,14 @@ class Unclear(MemoryStore):
             raise
 
 
+class Forgetful(MemoryStore):
+    """Lists nothing of what was written."""
+
+    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+        del prefix, below
+        return []
+
+
 class Crowded(MemoryStore):
     """Has something everywhere."""
 
@@ -161,6 +169,7 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
         lambda: Crowded(Bucket()),
         {"listing": ("no", "has objects"), "writing": ("no", "not listed at once"), **STAYS},
     ),
+    "a list of nothing": (lambda: Forgetful(Bucket()), {"writing": ("no", "not listed at once")}),
     "no writing": (lambda: failing("put", "refused"), {"writing": ("no", "failed: cannot write")}),
     "wrong bytes": (lambda: failing("get", "corrupted"), {"reading": ("no", "not what was")}),
     "wrong ranges": (lambda: failing("get_into", "corrupted"), {"reading": ("no", "not what was")}),
@@ -204,6 +213,17 @@ def test_doctor_says_what_a_store_does_not_do(
     assert code == (2 if any(state == "no" for state, _ in expected.values()) else 0)
     if "removing" not in expected:
         assert not any("doctor" in key for key in store.bucket.keys)
+
+
+def test_doctor_leaves_nothing_where_nothing_may_be_listed(
+    open_store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it wrote it can remove all the same."""
+    store = open_store(failing("list", "refused"))
+    code, document = run_json(capsys, "doctor", URL)
+    assert (code, document["error"]) == (2, "cannot list 'run/': access denied")
+    assert store.counts["put"] == 1
+    assert not store.bucket.keys
 
 
 def test_doctor_finds_parts_that_dead_saves_left(
