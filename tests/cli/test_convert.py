@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,8 @@ def test_convert_writes_what_was_asked_for(
     argv = ["convert", str(ckpt), str(target), "--to", "hf", "--strip=model"]
     code, document = run_json(capsys, *argv, "--max-shard-nbytes=1000")
     assert code == 0
-    assert document["state"] == "converted"
+    assert (document["state"], document["error"]) == ("converted", None)
+    assert (document["source"], document["path"]) == (str(ckpt), str(target))
     assert document["num_tensors"] == 5
     assert {file["name"] for file in document["files"]} == {file.name for file in target.iterdir()}
     assert main([*argv, "--max-shard-nbytes=1000"]) == 0
@@ -39,6 +41,19 @@ def test_convert_writes_what_was_asked_for(
     assert said.out.startswith(f"converted  {target}  5 tensors of 32.6 KiB  in ")
     assert "there already" in said.out
     assert said.err == ""
+
+
+def test_convert_says_what_a_format_does_not_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, and in the document, too."""
+    source = str(save_at(tmp_path / "c", {"w": torch.ones(1), "none": {}}))
+    note = "none: an empty dict is not kept"
+    for number, option in enumerate(("--to=dcp", "--json")):
+        assert main(["convert", source, str(tmp_path / str(number)), "--to=dcp", option]) == 0
+        said = capsys.readouterr()
+        assert said.err == f"ckptio: {note}\n"
+    assert json.loads(said.out)["notes"] == [note]
 
 
 def test_convert_tells_wrong_usage_from_damage(
@@ -94,6 +109,8 @@ def test_convert_says_of_which_place_an_error_is(
     argv[1] = str(tmp_path / "nowhere")
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith(f"ckptio: {argv[1]}: there is nothing here")
+    assert main(["convert", str(ckpt), str(tmp_path / "x"), "--to=dcp", "--dtype=float16"]) == 2
+    assert capsys.readouterr().err.startswith(f"ckptio: {ckpt}: --dtype is not for")
 
 
 def test_options_are_called_what_they_are_here(

@@ -9,9 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
+import ckptio
 from ckptio import PerRank, sync
 from ckptio.__main__ import main
-from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
+from ckptio.cli.text import format_nbytes
+from ckptio.format.manifest import FORMAT_VERSION, Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
     data_file,
     flip,
@@ -37,6 +39,8 @@ def test_show_as_json_says_where_every_byte_is(
     weight = entries["model.embed.weight"]
     assert code == 0
     assert (document["num_tensors"], document["nbytes"]) == (3, 64 * 64 * 4 + 2 * 32)
+    assert (document["format"], document["writer"]) == (FORMAT_VERSION, ckptio.__version__)
+    assert document["save_id"] in document["files"][0]["name"]
     assert document["files"][0]["name"] == data_file(ckpt).name
     (chunk,) = weight["chunks"]
     stored = (ckpt / chunk["file"]).read_bytes()[chunk["start"] : chunk["stop"]]
@@ -51,6 +55,7 @@ def test_show_as_json_says_where_every_byte_is(
     assert entries["epoch"]["value"] == 3
     assert entries["nan"]["value"] == {"~": "float", "v": "7ff8000000000000"}
     assert set(weight) == set(entries["epoch"])
+    assert (weight["value"], entries["epoch"]["chunks"]) == (None, [])
     assert list(entries)[:3] == ["model.embed.weight", "model.blocks.0.bias", "model.blocks.1.bias"]
 
 
@@ -267,8 +272,17 @@ def test_show_has_a_line_for_each_place(tmp_path: Path, capsys: pytest.CaptureFi
         "held": make_enum("Held", {"A": torch.ones(2)})["A"],
         "n": 1,
     }
-    assert main(["show", str(save_at(tmp_path / "c", state))]) == 0
-    assert capsys.readouterr().out.split("\n\n")[1].splitlines() == [
+    path = save_at(tmp_path / "c", state)
+    assert main(["show", str(path)]) == 0
+    head, tree, files, totals = capsys.readouterr().out.split("\n\n")
+    save_id = decode_manifest((path / "manifest.json").read_bytes()).save_id
+    about = f"Z  format {FORMAT_VERSION}  ckptio {ckptio.__version__}  save {save_id}"
+    assert head.startswith(f"{path}\n20")
+    assert head.endswith(about)
+    file = data_file(path)
+    assert files == f"#0  {file.name}  {format_nbytes(file.stat().st_size)}"
+    assert totals == "5 tensors  76 B  in 1 file\n"
+    assert tree.splitlines() == [
         "rows   float32 [2, 2]     -  in w",
         "w      float32 [4, 2]  32 B  #0",
         "again  float32 [4, 2]     -  = w",

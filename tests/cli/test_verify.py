@@ -7,6 +7,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 import fsspec
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -26,8 +27,6 @@ from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_verify_names_tensor_file_and_offset_of_each_damage(
@@ -60,6 +59,27 @@ def test_verify_names_tensor_file_and_offset_of_each_damage(
         "    tensor model.embed.weight",
         "",
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (2, "tensors w0, w1"),
+        (8, "tensors w0, w1, w2, w3, w4, w5, w6, w7"),
+        (10, "tensors w0, w1, w2, w3, w4, w5, w6, w7, and 2 more"),
+    ],
+)
+def test_verify_names_the_first_of_many_tensors(
+    number: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That are in one block; the document has them all."""
+    names = [f"w{i}" for i in range(number)]
+    path = save_at(tmp_path / "c", {name: torch.ones(3) for name in names})
+    flip(data_file(path), 4096 + 1)
+    assert main(["verify", str(path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"    {said}"
+    _, document = run_json(capsys, "verify", str(path))
+    assert document["checkpoints"][0]["damage"][0]["tensors"] == names
 
 
 def test_a_value_that_nobody_can_have_saved_is_damage_of_the_manifest(
@@ -112,6 +132,8 @@ def test_verify_takes_options_from_the_environment(
     code, document = run_json(capsys, "verify", str(ckpt))
     assert code == 2
     assert "CKPTIO_MAX_READS" in document["error"]
+    assert main(["verify", str(ckpt)]) == 2
+    assert "CKPTIO_MAX_READS" in capsys.readouterr().err
 
 
 def test_verify_compares_copies_when_told_to(
