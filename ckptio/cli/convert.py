@@ -68,7 +68,7 @@ def run(
     else:
         result |= _done(report)
         for note in report.notes:
-            terminal.message(visible(note))
+            terminal.message(note)
         if not as_json:
             _print(report, terminal)
     if as_json:

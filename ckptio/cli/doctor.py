@@ -237,7 +237,6 @@ def _page_cache(folder: str) -> tuple[State, str]:
 def _lease(folder: str) -> tuple[State, str]:
     files = PosixFiles()
     path = f"{folder}/leased"
-    files.close(files.create(path, 0o600, direct=False))
     with open(path, "wb") as file:
         file.write(bytes(PAGE_NBYTES))
     fd = files.open(path, direct=False)

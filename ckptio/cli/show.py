@@ -54,7 +54,7 @@ def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_
             terminal.json({**_blank(name), "state": state, "error": problem})
         terminal.message(f"{name}: {problem}")
         return exit_code([state])
-    no_name = f"no name matches {' '.join(select)}" if keep is not None and not entries else None
+    no_name = None if entries else f"no name matches {' '.join(select)}"
     if as_json:
         terminal.json({**_document(name, manifest, entries, owed), "error": no_name})
     elif no_name is None:
@@ -184,9 +184,8 @@ def layout(
         yield from fold([visible(format_metrics(metrics))], width)
     if owed is not None:
         yield from fold([visible(str(owed))], width)
-    if entries:
-        yield ""
-        yield from _tree(manifest, entries, width)
+    yield ""
+    yield from _tree(manifest, entries, width)
     stored = _stored(entries)
     used = sorted({file for i in stored for files in _files(manifest, i) for file in files})
     if used:
