@@ -213,11 +213,13 @@ class LocalFolder(Folder):
 
     def matching(self, pattern: re.Pattern[str]) -> list[str]:
         """List the directory, or the first part of a large one; see `Folder`."""
+        found: list[str] = []
         with contextlib.suppress(OSError), os.scandir(self.root) as entries:
-            first = itertools.islice(entries, _MAX_LOOKED_AT)
-            found = [entry for entry in first if pattern.fullmatch(entry.name)]
-            return sorted(entry.name for entry in found if entry.is_file())
-        return []
+            for entry in itertools.islice(entries, _MAX_LOOKED_AT):
+                with contextlib.suppress(OSError):  # of a link in a loop: it is no file
+                    if pattern.fullmatch(entry.name) and entry.is_file():
+                        found.append(entry.name)
+        return sorted(found)
 
     def _require_same(self, name: str, status: os.stat_result) -> None:
         """Check that a file is the one that was looked at first.
