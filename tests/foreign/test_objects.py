@@ -33,6 +33,8 @@ from ckptio.errors import (
 from ckptio.foreign import objects
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.testing import run_virtual
+from ckptio.testing.bucket import MemoryBucket, StoredObject
+from ckptio.testing.objects import MemoryBackend, MemoryStore
 from tests.foreign.rig import (
     assert_same_state,
     make_training_state,
@@ -47,6 +49,9 @@ from tests.rig import SMALL, config_with
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from ckptio.testing.faults import Operation
+    from ckptio.testing.objects import FaultKind
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -506,6 +511,34 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_never_mixed(
     assert outcomes["changed"]
     assert outcomes["old"]
     assert not (is_shorter and outcomes["new"])
+
+
+@pytest.mark.parametrize("meanwhile", ["stays", "goes", "is shorter", "is another"])
+def test_a_read_that_fails_says_so_if_the_object_is_another_by_now(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size tells it, or its etag; of the one that was looked at, the failure is one."""
+    save_file({"w": torch.arange(1000.0)}, tmp_path / "a.safetensors")
+    data, key = (tmp_path / "a.safetensors").read_bytes(), "run/a.safetensors"
+    bucket = MemoryBucket()
+    bucket.objects[key] = StoredObject(data, "etag", 1.0)
+
+    def fault(request: Operation) -> FaultKind | None:
+        if request.kind != "get_into":
+            return None
+        if meanwhile == "is shorter":
+            bucket.objects[key] = StoredObject(data[:-4], "etag", 1.0)
+        elif meanwhile == "is another":
+            bucket.objects[key] = StoredObject(data, "other", 1.0)
+        elif meanwhile == "goes":
+            bucket.objects.pop(key, None)
+        return "refused"
+
+    backend = MemoryBackend(MemoryStore(bucket, fault=fault))
+    monkeypatch.setattr("ckptio.storage.stores.find_backend", lambda *_: backend)
+    with pytest.raises(StorageError) as caught:
+        sync.load(f"mem://{key}", config=SMALL)
+    assert isinstance(caught.value, CheckpointChangedError) == (meanwhile != "stays")
 
 
 def test_ours_at_a_url_comes_first_and_costs_nothing_more(store: CountedFileSystem) -> None:
