@@ -318,6 +318,66 @@ def test_a_chunk_that_torch_loads_has_to_be_what_the_metadata_says(
         sync.load(folder, config=SMALL)
 
 
+@pytest.mark.parametrize(
+    ("made", "numel", "said"),
+    [
+        (torch.nn.Parameter(torch.ones(1).expand(9000)), 9000, "'w': 36000 bytes of it lie in"),
+        (argparse.Namespace(w=1), 3, "'w': it is more than data"),
+        (torch.nn.Parameter(torch.ones(4)), 3, "'w': not the tensor"),
+    ],
+)
+def test_a_chunk_that_torch_loads_is_loaded_before_any_target_changes(
+    made: object, numel: int, said: str, tmp_path: Path
+) -> None:
+    """Else it shows too late what it is; one element that stands for many is not loaded at all."""
+    folder = save_dcp(tmp_path / "dcp", {"a": torch.ones(3), "w": torch.ones(numel)})
+    metadata, data = read_metadata(folder), io.BytesIO()
+    torch.save(made, data)
+    info = metadata.storage_data[MetadataIndex("w", (0,))]
+    with (folder / info.relative_path).open("ab") as file:
+        info.offset, info.length = file.tell(), file.write(data.getvalue())
+    write_metadata(folder, metadata)
+    target = {"a": torch.zeros(3), "w": torch.zeros(numel)}
+    with pytest.raises(FormatError, match=said):
+        sync.load(folder, into=target, config=SMALL)
+    assert not target["a"].any()
+
+
+def test_a_value_that_is_damaged_is_told_with_its_place(tmp_path: Path) -> None:
+    """Whatever is wanted: each is read to know what is there."""
+    folder = save_dcp(tmp_path / "dcp", {"name": "a run"})
+    (file,) = folder.glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"a run", b"a rum"))
+    place = rf"bytes \[0, {len(data)}\) of '{file.name}'"
+    with pytest.raises(FormatError, match=f"^'{folder}': {place}: .*CRC"):
+        sync.load(folder, config=SMALL)
+    file.unlink()
+    with pytest.raises(CorruptionError) as caught:
+        sync.load(folder, config=SMALL)
+    error = caught.value
+    assert (error.file, error.start, error.stop) == (file.name, 0, len(data))
+    assert (error.fqns, error.problem) == (("name",), "no such regular file")
+
+
+def test_two_items_in_one_place_are_called_that(folder: Path) -> None:
+    """Whether the file is there or not; no safetensors file is."""
+    metadata = read_metadata(folder)
+    lies()["a place over others"](metadata)
+    write_metadata(folder, metadata)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="two items lie over each other"):
+            sync.load(folder, config=SMALL)
+        for file in folder.glob("*.distcp"):
+            file.unlink()
+
+
+def test_a_checkpoint_is_as_old_as_its_metadata(folder: Path) -> None:
+    """Nothing in it says when it was written."""
+    os.utime(folder / ".metadata", (86_400, 86_400))
+    assert sync.inspect(folder, config=SMALL).created.startswith("1970-01-02T00:00:00")
+
+
 def test_a_file_that_was_cut_is_noticed_before_any_target_changes(folder: Path) -> None:
     """With the name of what was in there."""
     (file,) = folder.glob("*.distcp")
@@ -402,8 +462,9 @@ def test_data_that_dcp_wrote_and_does_not_read_is_called_what_it_is(
         tmp_path / "more", serialization_format=filesystem.SerializationFormat.SAFETENSORS
     )
     folder = save_dcp(tmp_path / "more", weights | {"n": 3}, storage_writer=writer)
-    with pytest.raises(FormatError, match="as a safetensors file has them"):
+    with pytest.raises(FormatError, match="as a safetensors file has them") as caught:
         sync.load(folder, config=SMALL)
+    assert "own path" not in str(caught.value)  # no reader of safetensors takes that file
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
