@@ -198,11 +198,8 @@ def test_a_part_may_be_called_like_what_a_mark_is_called(word: str) -> None:
 def test_a_default_device_does_not_hide_what_differs() -> None:
     """What is in the host's memory is summed up there, whatever device tensors are made on."""
     made = [{"o": stepped(Linear(64, 64), rank), "x": long_bytes(rank)} for rank in range(2)]
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         flats = [flatten(state, rank) for rank, state in enumerate(made)]
-    finally:
-        torch.set_default_device(None)
     trees = [take_tree(flat.tree, flat.names) for flat in flats]
     with pytest.raises(PlanError, match=r"disagree on 5 values"):
         merge_trees(trees, {name: i for i, name in enumerate(flats[0].names)})

@@ -314,12 +314,8 @@ def test_a_default_device_hides_nothing(tmp_path: Path) -> None:
     """What is in the host's memory is looked at there, whatever device tensors are made on."""
     sync.save(averaged(), tmp_path / "x", config=SMALL)
     target = averaged()
-    torch.set_default_device("meta")
-    try:
-        with pytest.raises(TargetError, match="was filled, and then written to"):
-            sync.load(tmp_path / "x", into=target, config=SMALL)
-    finally:
-        torch.set_default_device(None)
+    with torch.device("meta"), pytest.raises(TargetError, match="filled, and then written to"):
+        sync.load(tmp_path / "x", into=target, config=SMALL)
 
 
 def test_memory_that_is_gone_is_left_alone() -> None:
