@@ -26,7 +26,7 @@ from ckptio.state.members import identity_of_key, members_of, take_member
 from ckptio.state.prune import prune_at
 from ckptio.state.records import tag_of
 from ckptio.state.sharded import is_sharded, memory_of
-from ckptio.state.tree import children, is_dict, is_same, sequence_in, walk
+from ckptio.state.tree import children, is_same, sequence_in, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 #: Longer lists and dicts in a state hold no states of parts.
 _MAX_ITEMS = 1000
 _CONTAINERS = (list, tuple, dict, OrderedDict)
+_MAPPINGS = (None, "dict", "odict", "counter")
 
 
 class _Stored(NamedTuple):
@@ -206,7 +207,7 @@ def _shared(
             for pair in zip(one, other, strict=True):
                 yield from _shared(*pair, is_partial=is_partial, depth=depth + 1)
             return
-    elif is_dict(one) and is_dict(other) and (is_partial or depth == 1):
+    elif _is_mapping(one) and _is_mapping(other) and (is_partial or depth == 1):
         there = dict(children("", other))
         for name, node in children("", one):
             if name in there:
@@ -214,6 +215,10 @@ def _shared(
         return
     if not is_partial or (one is not None and other is not None):  # where lists lost something
         yield one, other
+
+
+def _is_mapping(node: Json) -> bool:
+    return type(node) is dict and tag_of(node) in _MAPPINGS
 
 
 def _outline(node: Json) -> Json:
@@ -260,7 +265,7 @@ def _states_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[int, _Stored]
 def _items_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[str, Any, Json]]:
     """Give what a container has, by its name and as it is stored."""
     if isinstance(value, dict):
-        members = members_of(fqn, node) if is_dict(node) else {}
+        members = members_of(fqn, node) if _is_mapping(node) else {}
         for key, item in value.items():
             found = take_member(members, value, key, identity_of_key(fqn, key))
             if found is not None:

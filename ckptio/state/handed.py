@@ -54,7 +54,6 @@ from ckptio.shards import PerRank
 from ckptio.state.fills import Blank
 from ckptio.state.records import copied
 from ckptio.state.sharded import is_sharded, memory_of
-from ckptio.state.tree import is_dict
 from ckptio.state.versions import Names, above
 
 if TYPE_CHECKING:
@@ -230,7 +229,8 @@ def takes_unasked(target: Any, node: Json) -> bool:
         return False
     if is_of_torch(target.load_state_dict) or any(True for _ in _parts_of(target)):
         return False
-    return is_dict(node) and bool(node.get("v", node)) and _is_plain(node)
+    is_dict = type(node) is dict and node.get(TAG, "dict") in ("dict", "odict", "counter")
+    return is_dict and bool(node.get("v", node)) and _is_plain(node)
 
 
 def _is_plain(node: Json) -> bool:

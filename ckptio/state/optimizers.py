@@ -19,7 +19,7 @@ from ckptio.state.fits import stored_as
 from ckptio.state.members import identity_of_key, members_of
 from ckptio.state.numbered import groups_of
 from ckptio.state.sharded import is_sharded
-from ckptio.state.tree import children, is_dict, is_kept, names_kept, tensor_index
+from ckptio.state.tree import children, is_kept, names_kept, tensor_index
 from ckptio.state.wrappers import is_wrapper
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _differs(
 ) -> bool:
     """Whether a part of a state is of another kind than it was; or as long as it happens to be."""
     if isinstance(value, dict):
-        return not is_dict(node)
+        return type(node) is not dict or node.get(TAG, "dict") not in ("dict", "odict", "counter")
     if not isinstance(value, torch.Tensor) or is_sharded(value) or is_wrapper(value):
         return False  # of those that are told from others, a mismatch says so
     stored = stored_as(entries, node)

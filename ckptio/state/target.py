@@ -53,7 +53,7 @@ from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields, with_items
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
-from ckptio.state.tree import holds_absent, is_absent, is_dict, is_kept, is_ranks, sequence_in
+from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
 from ckptio.state.wrappers import is_wrapper, parts_alike, put_together, wrapper_in
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     Assemble = Callable[[Rebuilder], Any]
 
 _DICTS = (dict, OrderedDict, Counter)
+_DICT_TAGS = (None, "dict", "odict", "counter")
 
 
 class Matcher(ObjectMatcher):
@@ -174,7 +175,7 @@ class Matcher(ObjectMatcher):
 
     def _part(self, fqn: str, target: Any, node: Json) -> Assemble | None:
         """Take some of a container, and leave the rest as the target has it."""
-        if type(target) in _DICTS and is_dict(node):
+        if type(target) in _DICTS and type(node) is dict and node.get(TAG) in _DICT_TAGS:
             return self._dict(fqn, target, node, closed=False)
         stored = sequence_in(fqn, node)
         if stored is None or type(target) is not (tuple if stored[0] else list):
@@ -215,7 +216,7 @@ class Matcher(ObjectMatcher):
                 it they are made new (an optimizer that has not stepped has no moments).
             flat: Values that are no tensors are placeholders, dicts among them.
         """
-        if not is_dict(node):
+        if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._other(fqn, target, node, other("a dict", node))
         found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}

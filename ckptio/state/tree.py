@@ -20,7 +20,6 @@ from ckptio.format.decode import ObjectDecoder
 from ckptio.format.doubles import require_distinct
 from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
 from ckptio.format.words import decode_word
-from ckptio.plan.differences import DICT_TAGS, RECORD_TAGS
 from ckptio.plan.trees import ABSENT
 from ckptio.state.references import is_naturals, is_reference
 
@@ -34,7 +33,8 @@ Predicate = Callable[[str], object]
 _MISSING = object()
 #: Types of JSON that hold others; what is none of them refers to nothing.
 _NODES = (dict, list)
-MAPPING_TAGS = (*DICT_TAGS, *RECORD_TAGS)
+_DICT_TAGS = ("dict", "odict", "counter")
+MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
 _SCALAR_TAGS = frozenset(
     (
         "enum", "int", "float", "complex", "str", "bytes", "bytearray", "date", "datetime",
@@ -102,11 +102,6 @@ def is_same(one: Json, other: Json) -> bool:
 def is_ranks(node: Json) -> bool:
     """Whether a node is a value that was kept for each rank."""
     return type(node) is dict and node.get(TAG) == RANKS_TAG
-
-
-def is_dict(node: Json) -> bool:
-    """Whether a node is a dict, of whatever class."""
-    return type(node) is dict and node.get(TAG, "dict") in DICT_TAGS
 
 
 def is_absent(node: Json) -> bool:
@@ -199,14 +194,14 @@ def _fits(
             if tag != "odict" or type(node["m"]) is not dict:
                 return False
             ahead[0].append(node["m"])
-        if type(value) is dict and tag in DICT_TAGS:
+        if type(value) is dict and tag in _DICT_TAGS:
             ahead[1] += value.values()
             return True
         if type(value) is not list or not all(type(p) is list and len(p) == 2 for p in value):  # noqa: PLR2004  # pairs
             return False
         ahead[2] += [item for pair in value for item in pair]
         refuse_crowd([key for key, _ in value])
-        return tag in DICT_TAGS or all(type(pair[0]) is str for pair in value)
+        return tag in _DICT_TAGS or all(type(pair[0]) is str for pair in value)
     if tag in ("tuple", "set", "frozenset"):
         ahead[0].append(value)
         refuse_crowd(value if tag != "tuple" and type(value) is list else ())
