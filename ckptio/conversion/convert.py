@@ -19,7 +19,7 @@ from ckptio._own_thread import in_own_thread
 from ckptio._texts import shown
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
-from ckptio.conversion.safetensors import Written  # noqa: TC001  # of a field of a report
+from ckptio.conversion.safetensors import Written, is_written
 from ckptio.conversion.source import Source
 from ckptio.conversion.spared import is_one, require_spared
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
@@ -136,7 +136,7 @@ def run_convert(  # noqa: D417  # `convert` has them
         require_spared(read, target, to, overwrite=overwrite)
         read.check()
         is_all = to not in ("safetensors", "hf")
-        leaves = [leaf for leaf in read.leaves() if is_all or leaf.is_tensor]
+        leaves = [leaf for leaf in read.leaves() if is_all or is_written(leaf)]
         meter = _Meter(_nbytes_of(leaves, to), progress, stop)
         files = _write(
             read,

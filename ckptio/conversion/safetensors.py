@@ -143,6 +143,11 @@ def write_file(
     return [written]
 
 
+def is_written(leaf: Leaf) -> bool:
+    """Whether a file has it: each tensor but what a StorageWriter keeps beside a state."""
+    return leaf.is_tensor and leaf.name != DOCUMENT_NAME
+
+
 def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     """List what a safetensors file can hold, in the order of its bytes.
 
@@ -153,11 +158,9 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     taken: list[Leaf] = []
     lost = [name for name, node in all_leaves("", source.tree) if tensor_index(node) is None]
     for leaf in source.leaves():
-        if leaf.name == DOCUMENT_NAME:  # of a data file that a StorageWriter wrote
-            continue
-        if leaf.is_tensor:
+        if is_written(leaf):
             taken.append(leaf)
-        else:
+        elif not leaf.is_tensor:
             lost.append(leaf.name)
     if lost and not drop_values:
         raise ConfigError(

@@ -576,6 +576,22 @@ def test_what_dcp_has_to_know_is_no_tensor_for_others(to: Any, tmp_path: Path) -
         sync.convert(files[frozenset({DOCUMENT_NAME})], tmp_path / "b", to=to, config=SMALL)
 
 
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_what_dcp_has_to_know_is_not_counted_either(to: Any, tmp_path: Path) -> None:
+    """An index may have it, of all files that a StorageWriter wrote."""
+    save({"model": {"w": torch.ones(3)}}, tmp_path / "source")
+    files = [file for file in (tmp_path / "source").iterdir() if file.suffix == ".safetensors"]
+    index = {"weight_map": {name: file.name for file in files for name in load_file(file)}}
+    assert set(index["weight_map"]) == {"model.w", DOCUMENT_NAME}
+    (tmp_path / "source" / "manifest.json").unlink()
+    (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
+    told: list[tuple[int, int]] = []
+    report = sync.convert(
+        tmp_path / "source", tmp_path / "a", to=to, config=SMALL, progress=lambda *n: told.append(n)
+    )
+    assert (report.num_tensors, report.nbytes, told[-1]) == (1, 12, (12, 12))
+
+
 @pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
 def test_what_is_there_stays_unless_it_may_go(to: Any, tmp_path: Path) -> None:
     """And stays when the source turns out to be damaged."""
