@@ -88,13 +88,14 @@ class Contents:
     def _take(self, fqn: str, record: Record, ranges: dict[tuple[str, Any], str]) -> None:
         """Read what is said of a tensor, and take its chunks."""
         dtype, shape = _dtype(record.get("properties")), _extents(fqn, record.get("size"))
-        parts = _parts(fqn, record.get("chunks"))
+        every = _parts(fqn, record.get("chunks"))
+        parts = [(offset, local) for offset, local in every if numel(local)]
         if type(dtype) is str and dtype in DTYPES:
             self.tensors.append(self._tensor(fqn, dtype, shape, parts, ranges))
             return
-        if type(dtype) is not str or not parts:
+        if type(dtype) is not str or not every:
             raise FormatError(f"tensor {fqn!r} has element type {short(dtype)}, which is not known")
-        name = ranges.get((fqn, parts[0][0]))  # one for all of them: nobody opens it
+        name = ranges.get((fqn, (parts or every)[0][0]))  # one for all of them: nobody opens it
         self._put(self.values, name, Item(fqn))
         self.unknown[str(name)] = f"elements of type {dtype} have no portable form"
 
@@ -156,14 +157,13 @@ def _paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _parts(fqn: str, chunks: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Read where the parts of a tensor lie that have elements, and what shapes they have."""
+    """Read where the parts of a tensor lie, and what shapes they have; some have no elements."""
     found = []
     for part in chunks if type(chunks) is list else [None]:
         if not isinstance(part, Record) or part.kind != "ChunkStorageMetadata":
             raise FormatError(f"tensor {fqn!r} has a chunk that is none")
         offset, local = _extents(fqn, part.get("offsets")), _extents(fqn, part.get("sizes"))
-        if numel(local):
-            found.append((offset, local))
+        found.append((offset, local))
     return found
 
 

@@ -478,6 +478,7 @@ def test_what_has_no_portable_form_is_left_out_if_nobody_wants_it(tmp_path: Path
         "layout": ("a", torch.strided),
         "cycle": (cycle,),
         "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "empty": torch.quantize_per_tensor(torch.ones(0), 0.1, 0, torch.qint8),
     }
     folder = save_dcp(tmp_path / "dcp", state)
     assert_same_state(sync.load(folder, select="w", config=SMALL), {"w": torch.ones(2)})
