@@ -106,11 +106,14 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 
 def is_foreign(found: Found) -> bool:
-    """Whether the manifest of a directory is another program's: the name is a common one."""
+    """Whether the manifest of a directory is another program's: the name is a common one.
+
+    It may be a link, as none of ours is.
+    """
     if found.ours:
         return False
     with contextlib.suppress(OSError):
-        fd = PosixFiles().open(f"{found.path}/{MANIFEST_NAME}", direct=False)
+        fd = PosixFiles().open(os.path.realpath(f"{found.path}/{MANIFEST_NAME}"), direct=False)
         try:
             return os.read(fd, len(OPENING)) != OPENING
         finally:

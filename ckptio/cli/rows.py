@@ -160,7 +160,8 @@ async def _row(core: EngineCore, context: EngineContext, item: tuple[str, Found]
             return await _committed(path, storage, context, found.ours)
         except CheckpointError as error:
             state = state_of(error)
-            if state == "damaged" and await run_blocking(context.executor, is_foreign, found):
+            may_be_foreign = state in ("damaged", "unreadable")  # the latter if it is a link
+            if may_be_foreign and await run_blocking(context.executor, is_foreign, found):
                 return None
             return Row(path=path, state=state, error=explain(error))
     if not found.ours:

@@ -250,8 +250,11 @@ def test_ls_tells_damage_from_another_programs_manifest(
     (root / "web" / "manifest.json").write_text('{"name": "site"}')
     (root / ".hidden").mkdir()
     (root / ".hidden" / "manifest.json").write_text("{}")
+    (root / "linked").mkdir()
+    (root / "linked" / "manifest.json").symlink_to(root / "web" / "manifest.json")
     assert main(["ls", str(root)]) == 0
-    assert "web" not in capsys.readouterr().out
+    assert "web" not in (out := capsys.readouterr().out)
+    assert "linked" not in out
     os.truncate(ckpt / "manifest.json", 0)
     code, document = run_json(capsys, "ls", str(root))
     assert code == 1
