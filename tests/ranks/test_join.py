@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptio.errors import ConfigError, PeerLostError, RankError
 from ckptio.format.compose import encode_manifest
@@ -910,6 +911,7 @@ async def test_a_rank_without_others_is_alone(environ: dict[str, str], threads: 
     ("changes", "problem"),
     [
         ({"RANK": "2"}, "WORLD_SIZE is 2 and RANK is '2'; .*set RANK from 0 to 1"),
+        ({"RANK": "-1"}, "WORLD_SIZE is 2 and RANK is '-1'; .*set RANK from 0 to 1"),
         ({"RANK": None}, "RANK is None"),
         ({"RANK": "one"}, "RANK must be an int, not 'one'"),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, "init_process_group first, or pass ranks='s"),
@@ -943,6 +945,47 @@ async def test_ranks_meet_through_the_store_of_torchrun(threads: Executor) -> No
     )
     assert await together(*(use(group) for group in groups)) == [2, 2]
     await together(*(group.close() for group in groups))
+
+
+def test_jobs_do_not_meet_in_a_store_that_they_share() -> None:
+    """Each has names of its own there, by the id of its run."""
+    agent = torch_store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {**ENV, "MASTER_PORT": str(agent.port)}
+    stores = []
+    for job in "ab":
+        place = find_place(None, {**common, "TORCHELASTIC_RUN_ID": job}, timeout_s=5)
+        assert place is not None
+        stores.append(place.open_store())
+        stores[-1].set("key", job)
+    assert [store.get("key") for store in stores] == [b"a", b"b"]
+
+
+class OneConnection(FakeStore):
+    """A store that torch cannot clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+def test_a_group_is_met_by_its_ranks_in_whatever_store_the_job_has() -> None:
+    """Equal ones by one name, and no two others; all ranks together are the world."""
+    store = OneConnection()
+    dist.init_process_group("fake", store=store, rank=1, world_size=3)
+    found = set()
+    try:
+        for ranks in (None, [0, 1, 2], [0, 1], [1, 0], [1, 2]):
+            place = find_place(ranks and dist.new_group(ranks), {}, timeout_s=1)
+            assert place is not None
+            place.open_store().set(place.group, "there")
+            found.add((place.group, place.rank, place.world_size))
+    finally:
+        dist.destroy_process_group()
+    assert sorted(place[1:] for place in found) == [(0, 2), (1, 2), (1, 3)]
+    assert len({name for name, *_ in found}) == len(store.values) == 3
 
 
 def test_what_is_no_process_group_is_refused() -> None:
