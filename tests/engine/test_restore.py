@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -184,6 +186,47 @@ def test_a_block_of_a_view_is_filled() -> None:
             target = dtensor(torch.zeros(tuple(view.shape)), mesh_of((2,)), [1])
             load(saved, {name: target}, strict="ignore")
             assert_same(local(target), view.chunk(2, 1)[1].contiguous())
+
+
+def test_what_views_are_copied_from_is_read_once() -> None:
+    """However many views of it a target takes that do not lie in one piece."""
+    base = random_tensor((6, 8), torch.float32, 10)
+    saved = save(1, lambda _: {"base": base, "turned": base.t(), "even": base[::2]})
+    target = {"turned": torch.zeros(8, 6), "even": torch.zeros(3, 8)}
+    _, restoration = load(saved, target, strict="ignore")
+    assert len(restoration.needs) == 1
+    assert_same(target, {"turned": base.t().contiguous(), "even": base[::2].contiguous()})
+
+
+def test_a_view_of_the_negatives_is_filled_with_them() -> None:
+    """Where the target has memory of its own for it, though it lies there as its base does."""
+    base = random_tensor((6,), torch.float32, 10)
+    saved = save(1, lambda _: {"base": base, "minus": torch._neg_view(base)})
+    target = {"base": torch.zeros(6), "minus": torch.zeros(6)}
+    load(saved, target)
+    assert_same(target, {"base": base, "minus": base.neg()})
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"~": 0}, {"~": 0, "p": [0, 1]},
+        {"~": "view", "t": 0, "d": "float32", "o": 0, "s": [3, 4], "r": [4, 1]},
+    ],
+    ids=["none", "another", "view"],
+)  # fmt: skip
+def test_a_tensor_that_is_referred_to_in_two_orders_is_made_row_major(
+    other: dict[str, Any], turn: int
+) -> None:
+    """As the format has it: what refers to it would find other elements."""
+    tensor = random_tensor((3, 4), torch.float32, 11)
+    saved = save(1, lambda _: [tensor])
+    tree = msgspec.Raw(msgspec.json.encode([{"~": 0, "p": [1, 0]}, other][::turn]))
+    manifest = msgspec.structs.replace(saved.manifest, tree=tree)
+    found, _ = load(dataclasses.replace(saved, manifest=manifest))
+    assert_same(found, [tensor, tensor])
+    assert [each.stride() for each in found] == [(4, 1), (4, 1)]
 
 
 def test_tensors_on_the_meta_device_are_replaced() -> None:

@@ -627,6 +627,21 @@ def test_what_was_not_selected_is_not_called_missing_on_meta(
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_a_note_of_what_stays_on_meta_replaces_none_of_others(path: str) -> None:
+    """As of two names that are one tensor in the target."""
+    saved = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2, bias=False) for n in "ab"})
+    ckptio.sync.save({"x": torch.ones(2), "y": torch.zeros(2), "m": saved}, path)
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2, bias=False) for n in "ab"})
+    tensor = torch.zeros(2)
+    target = {"x": tensor, "y": tensor, "m": model}
+    first, second = ckptio.sync.load_with_report(
+        path, into=target, select=["x", "y", "m.a"]
+    ).report.notes
+    assert first.startswith("y: is one tensor with 'x' in the target")
+    assert second == "m.b.weight: stays on the meta device; it was not selected"
+
+
 def test_what_was_selected_and_stays_on_meta_is_told_of(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
