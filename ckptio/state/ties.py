@@ -67,8 +67,10 @@ def resolve_ties(
     numbers = [i for i in range(len(occurrences)) if i not in twins]
     for cluster in _clusters(numbers, spans, occurrences):
         bases |= _bases_in(cluster, spans, occurrences, distinct)
-        if len(cluster) > 1:
-            untied += [occurrences[i].name for i in cluster if i not in bases]
+        # of bytes, which nobody writes to, nobody can tell whether they are one object
+        members = [i for i in cluster if occurrences[i].node[TAG] != "bytes"]
+        if len(members) > 1:
+            untied += [occurrences[i].name for i in members if i not in bases]
     firsts = [twins.get(i, i) for i in range(len(occurrences))]
     stored = list({id(o): o for o in (bases.get(i, occurrences[i]) for i in firsts)}.values())
     place = {id(occurrence): position for position, occurrence in enumerate(stored, first)}

@@ -98,6 +98,15 @@ def test_sparse_views_that_overlap_are_stored_apart_and_named() -> None:
     assert_same(rebuilt(flat), state)
 
 
+def test_bytes_that_are_one_object_are_no_tie_that_is_lost() -> None:
+    """Nobody writes to them, so nobody can tell; of a bytearray, all would see it."""
+    data, room = b"x" * 5000, bytearray(5000)
+    array = np.frombuffer(data, np.uint8)
+    assert flatten({"a": data, "b": [data], "c": array}).untied == ()
+    assert flatten({"a": data, "c": array, "d": array[::2]}).untied == ("c", "d")
+    assert flatten({"a": room, "b": room}).untied == ("a", "b")
+
+
 def test_a_sparse_view_over_all_unties_nothing_else() -> None:
     """What lies within what the others have in common is a view of it; what does not is apart."""
     big = torch.arange(10_000.0)
