@@ -165,9 +165,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         """Name the save, and say how large it is: all tensors would be pages."""
+        tensors = f"{len(self.tensors)} tensor{'s'[: len(self.tensors) != 1]}"
+        files = f"{len(self.files)} file{'s'[: len(self.files) != 1]}"
         return (
-            f"<Manifest of save {self.save_id}, {self.created}: {len(self.tensors)} tensors in"
-            f" {len(self.files)} files, {self.nbytes} bytes>"
+            f"<Manifest of save {self.save_id}, {self.created}: {tensors} in {files},"
+            f" {self.nbytes} bytes>"
         )
 
     @property

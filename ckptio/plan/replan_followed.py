@@ -299,16 +299,17 @@ class _Replan:
             planned.append(
                 PlannedTensor.of(name, tensor.dtype, tensor.shape, tensor.boxes, holders)
             )
-        assignments = []
+        assignments, loads = [], []
         for rank in range(self._num_ranks):
             number = self._followers.get(rank)
-            assignments.append(
-                Assignment.of(parts[rank], self._changed[rank])
-                if number is None
-                else self._plans[number].job.assignments[rank]
-            )
-        loads = tuple([self._loads.get(rank, 0) for rank in range(self._num_ranks)])
-        return JobPlan(tuple(assignments), tuple(planned), loads)
+            if number is None:
+                assignments.append(Assignment.of(parts[rank], self._changed[rank]))
+                loads.append(self._loads[rank])
+            else:
+                job = self._plans[number].job
+                assignments.append(job.assignments[rank])
+                loads.append(job.written_nbytes[rank])
+        return JobPlan(tuple(assignments), tuple(planned), tuple(loads))
 
     def _number(self, holder: _Holder, parts: Mapping[int, list[Part]]) -> tuple[int, int]:
         """Give the number of what a rank writes; of a part that it writes now, the next."""

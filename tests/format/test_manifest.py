@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +80,8 @@ def test_a_manifest_is_shown_in_a_line() -> None:
     assert repr(decode_manifest(manifest())) == (
         f"<Manifest of save {SAVE_ID}, 2025-01-01T00:00:00+00:00: 4 tensors in 2 files, 9000 bytes>"
     )
+    one = msgspec.structs.replace(decode_manifest(manifest()), files=(), tensors=(TENSORS[0],))
+    assert ": 1 tensor in 0 files, 0 bytes>" in repr(one)
 
 
 def test_a_manifest_is_a_json_document() -> None:

@@ -140,9 +140,8 @@ def check(world: World, job: JobPlan, old: Mapping[int, Any], *, may_be_idle: bo
         parts = assigned.parts(specs)
         if rank in old:
             assert parts == old[rank]
-        else:
-            nbytes = sum(math.prod(p.shape) * DTYPES[specs[p.leaf].dtype].itemsize for p in parts)
-            assert job.written_nbytes[rank] == nbytes
+        nbytes = sum(math.prod(p.shape) * DTYPES[specs[p.leaf].dtype].itemsize for p in parts)
+        assert job.written_nbytes[rank] == nbytes
         disks.write(specs, parts)
     disks.check(job)
     referred = Counter(h for tensor in job.tensors for held in tensor.holders for h in held)
