@@ -2,6 +2,7 @@
 
     CheckpointError
     ├── ConfigError (ValueError)              an option is wrong or would have no effect
+    │   └── OutOfStepError                    ranks met in different calls
     ├── EngineClosedError (RuntimeError)      the engine was used outside its `async with`
     ├── SaveAbortedError                      a save was cancelled through its handle or its engine
     ├── StagingError (MemoryError)            the system gives no memory to stage in
@@ -68,6 +69,13 @@ def _remade(cls: type[CheckpointError], args: tuple[Any, ...], attributes: Any) 
 
 class ConfigError(CheckpointError, ValueError):
     """An option is wrong, or would have no effect where it was given."""
+
+
+class OutOfStepError(ConfigError):
+    """Ranks met in different calls, or in one call with different options; nothing was written.
+
+    Among the `causes` of a `RankError` on all of them. The engines begin nothing together after it.
+    """
 
 
 class EngineClosedError(CheckpointError, RuntimeError):

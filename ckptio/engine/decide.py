@@ -23,14 +23,14 @@ import msgspec
 from ckptio._aio import run_blocking
 from ckptio._gc import without_collection
 from ckptio._version import __version__
-from ckptio.errors import StalePlanError, StorageError
+from ckptio.errors import OutOfStepError, StalePlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.job import merge_tables, plan_job
 from ckptio.plan.replan_changed import plan_again
 from ckptio.plan.replan_followed import Followed, replan_job
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same
 from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:

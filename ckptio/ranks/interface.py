@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from ckptio.errors import ConfigError
+from ckptio.errors import OutOfStepError
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -34,10 +34,6 @@ class Same:
     """One answer for every rank; it is encoded once."""
 
     answer: Json
-
-
-class OutOfStepError(ConfigError):
-    """Ranks met in different calls. Raised by a `Decide`; the group begins no session after it."""
 
 
 def require_alike(messages: Sequence[Json], verb: str, call: str) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from ckptio.errors import OutOfStepError
 from ckptio.ranks.frames import Answer, Broken, End, Stop, describe, failure, loss
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

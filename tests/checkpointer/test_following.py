@@ -16,6 +16,7 @@ from ckptio import (
     ConfigError,
     EngineClosedError,
     FormatError,
+    OutOfStepError,
     RankError,
     StorageError,
     sync,
@@ -492,6 +493,8 @@ async def test_ranks_that_follow_otherwise_are_told(tmp_path: Path) -> None:
         for error in await on_each(job, body):
             assert "poll_s=2.0" in str(error)
             assert "on all ranks alike" in str(error)
+            assert isinstance(error, RankError)
+            assert error.was_caused_by(OutOfStepError)
 
 
 @pytest.mark.parametrize(
