@@ -72,6 +72,14 @@ def test_a_slice_is_the_slice_of_the_tensor(
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("index", [-37, 36, slice(5, 2), slice(-40, 40), slice(40, 50)])
+def test_an_index_reaches_as_far_as_that_of_a_tensor(
+    engine: sync.Engine, volumes: tuple[str, dict[str, torch.Tensor]], index: int | slice
+) -> None:
+    path, state = volumes
+    assert_same(engine.load_slice(path, "float32", index), state["float32"][index])
+
+
 @given(start=st.integers(0, 36), count=st.integers(0, 37))
 def test_a_slice_reads_its_bytes_and_two_blocks(
     engine: sync.Engine,
