@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError, StorageError
+from ckptio.errors import CheckpointChangedError, FormatError, StorageError
 from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
     ZIP,
@@ -225,8 +225,6 @@ class TorchSaveReader:
             # when a tensor is read
             write_at(fd, header_of(encoded, info), info.header_offset)
             start = info.header_offset + LOCAL_HEADER_NBYTES + len(encoded)
-            if start + info.file_size > nbytes:
-                raise FormatError(f"member {name!r} ends behind the file")
             if "/data/" in name:
                 if info.file_size:
                     header, stop = info.header_offset, stops[info.header_offset]
@@ -310,22 +308,8 @@ class TorchSaveReader:
         return number_of(name.removeprefix(_PREFIX), self._outlined, path)
 
     def _size(self, number: int) -> int:
-        nbytes = self._flat.specs[number].nbytes
-        found = self._range_of(self._flat.sources[number])
-        if found is None:
-            return nbytes
-        start, length = found
-        there = self._folder.part_nbytes(self._name, start, length)
-        if there != length:
-            raise CorruptionError(
-                f"only {there} bytes of {length}",
-                path=self._folder.root,
-                file=self._name,
-                start=start,
-                stop=start + length,
-                fqns=[self._flat.specs[number].name],
-            )
-        return nbytes
+        self._range_of(self._flat.sources[number])  # whole, or it raises
+        return self._flat.specs[number].nbytes
 
     def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Give start and bytes of a tensor, or of all that it is a view of.
