@@ -290,6 +290,7 @@ def test_what_other_planners_keep_has_no_effect(folder: Path) -> None:
     assert sync.load(folder, config=SMALL).keys() == metadata.state_dict_metadata.keys()
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # of torch 2.15
 @pytest.mark.parametrize("case", ["as it is", "no tensor", "type", "shape", "sparse"])
 def test_a_chunk_that_torch_loads_has_to_be_what_the_metadata_says(
     tmp_path: Path, case: str
