@@ -197,6 +197,9 @@ class ManifestName:
         try:
             read_regular(self._files, self.new, MAX_MANIFEST_NBYTES)  # a look may know it yet
         except FileNotFoundError:
+            if before == self._manifest:
+                self._was_there = True
+                return ""
             path = self.new + REPLACED_SUFFIX
             with contextlib.suppress(OSError):  # then its files go with the next save
                 if before:

@@ -17,7 +17,7 @@ from ckptio._threads import Threads
 from ckptio.errors import CommitConflictError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage import attempt_lock, leftovers, resumed, tombs
+from ckptio.storage import attempt_lock, leftovers, linux, resumed, tombs
 from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.files import PosixFiles
@@ -654,11 +654,22 @@ async def test_a_save_that_waits_says_that_it_is_alive(tmp_path: Path, executor:
     await begun.abort()
 
 
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "rename"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
 async def test_a_copy_goes_on_beside_what_is_anothers_or_gone(
-    tmp_path: Path, executor: Executor, code: int
+    tmp_path: Path,
+    executor: Executor,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    *,
+    exchanges: bool,
 ) -> None:
-    """Another save's manifest on its way; what a disk does not give may be this one's."""
+    """Another save's manifest on its way; what a disk does not give may be this one's.
+
+    What is there already stays, also on a mount that renames and says that it has exchanged.
+    """
+    if not exchanges:
+        monkeypatch.setattr(linux, "rename_exchange", os.replace)
     path = tmp_path / "c"
     await write_files(storage_at(path, executor), A, OLD)
 
