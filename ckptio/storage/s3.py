@@ -248,8 +248,14 @@ class S3Store:
             raise ConditionFailedError("another object is there")
 
     async def _put(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> str:
-        with Body(data) as body:
-            answer = await self.request("put_object", Key=key, Body=body, **condition)
+        try:
+            with Body(data) as body:
+                answer = await self.request("put_object", Key=key, Body=body, **condition)
+        except ObjectMissingError as error:
+            if condition or not error.problem.startswith("NoSuchKey"):
+                raise
+            # JuiceFS's gateway: what it writes to is a directory, which a removal empties just then
+            raise TransientError(error.problem) from None
         if not answer.get("ETag"):
             raise TransientError("the answer is no answer to a write")
         return str(answer["ETag"])

@@ -232,7 +232,8 @@ async def test_a_lost_answer_may_come_another_time(
         (409, "OperationAborted", TransientError, False),
         (409, "ConditionalRequestConflict", ConditionFailedError, None),
         (412, "PreconditionFailed", ConditionFailedError, None),
-        (404, "NoSuchKey", ObjectMissingError, None),
+        (404, "NoSuchKey", TransientError, False),
+        (404, "NoSuchUpload", ObjectMissingError, None),
         (404, "NoSuchBucket", RefusedError, None),
         (403, "AccessDenied", RefusedError, None),
         (400, "InvalidArgument", RefusedError, None),
@@ -242,7 +243,10 @@ async def test_a_lost_answer_may_come_another_time(
 async def test_answers_mean_one_of_four_things(
     moto: Server, status: int, code: str, kind: type[StoreError], *, slow: bool | None
 ) -> None:
-    """Whoever asked is told what to do, and what the server called it; botocore sends once."""
+    """Whoever asked is told what to do, and what the server called it; botocore sends once.
+
+    That a key is missing which is written is no answer, though JuiceFS's gateway gives it.
+    """
     async with Proxy(moto) as proxy, opened(proxy.server) as store:
         proxy.decide = lambda _: Fault(answer=answer(status, code))
         with pytest.raises(kind) as caught:
@@ -250,6 +254,15 @@ async def test_answers_mean_one_of_four_things(
         assert (code or str(status)) in str(caught.value)
         assert getattr(caught.value, "slow_down", None) is slow
         assert proxy.count("PUT") == 1
+
+
+@pytest.mark.parametrize("absent", [True, False])
+async def test_what_is_written_on_a_condition_may_be_gone(moto: Server, *, absent: bool) -> None:
+    """So Amazon says it where there is nothing to compare."""
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=answer(404, "NoSuchKey"))
+        with pytest.raises(ObjectMissingError if absent else ConditionFailedError):
+            await store.put("a/b", b"data", **({"absent": True} if absent else {"match": '"e"'}))
 
 
 def has_condition(request: Request) -> bool:
