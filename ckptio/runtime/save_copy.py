@@ -6,6 +6,7 @@ engine waits for both, and aborts both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from ckptio._failures import without_locals
 from ckptio.engine.tiers import CopyJob, is_replaced, make_copy
 from ckptio.errors import ConfigError, RankError, SaveAbortedError
 from ckptio.events import CopyFailed
-from ckptio.moments import CheckpointInfo
 from ckptio.runtime.owed_copies import parent_of, take_up
 from ckptio.runtime.refusal import say_absent
 
@@ -117,16 +117,7 @@ async def _copied(
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True
     first = moments.committed.wait(0)
-    info = CheckpointInfo(
-        path=job.target.path,
-        save_id=job.save_id,
-        nbytes=first.nbytes,
-        num_files=first.num_files,
-        num_tensors=first.num_tensors,
-        staged_s=first.staged_s,
-        committed_s=job.elapsed_s(),
-        plan_reused=first.plan_reused,
-    )
+    info = dataclasses.replace(first, path=job.target.path, committed_s=job.elapsed_s())
     return functools.partial(moments.durable.reach, info)
 
 
