@@ -160,14 +160,14 @@ class PosixFiles:
     def publish(self, source: str, target: str) -> None:
         """Give `source` the name `target`, which must be free, in one step.
 
-        By link, which every POSIX file system makes exclusively, NFS included; by rename
-        without replacement where there are no links. After a link `source` is still there.
+        By link, which every POSIX file system makes exclusively, NFS included; by rename without
+        replacement where links are not there, or do not last. After a link `source` is still there.
 
         Raises:
             FileExistsError: The name is taken.
         """
         try:
-            os.link(source, target)
+            linux.link(source, target)
         except OSError as error:
             if error.errno not in _UNSUPPORTED and not linux.is_eio_of_fuse(error, source):
                 raise

@@ -35,6 +35,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 _FUSE, _OVERLAY = 0x65735546, 0x794C7630
 _SMB = frozenset({0xFE534D42, 0xFF534D42})
+_MOUNTS = "/proc/self/mountinfo"
 #: File systems of devices without a disk: a server may be asked for what `fstatfs` says.
 _file_systems: dict[int, int] = {}
 
@@ -271,6 +272,45 @@ def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
         code = ctypes.get_errno()
         if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code))
+
+
+def link(source: str, target: str) -> None:
+    """Give a file a second name, which must be free.
+
+    Not on SeaweedFS: another mount that has seen `source` finds no file under `target` once
+    `source` is removed, for as long as it is mounted (4.48).
+
+    Raises:
+        FileExistsError: `target` exists.
+        OSError: The file system cannot, or not so that it lasts (`EOPNOTSUPP`); or another failure.
+    """
+    if _is_on_seaweedfs(source):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), source, None, target)
+    os.link(source, target)
+
+
+def _is_on_seaweedfs(path: str) -> bool:
+    """Whether a file is on a mount of SeaweedFS, as far as that can be told."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return is_on_fuse(fd) and _type_of_mount(os.fstat(fd).st_dev) == b"fuse.seaweedfs"
+    finally:
+        os.close(fd)
+
+
+def _type_of_mount(device: int) -> bytes:
+    """Name the type of the mounts of a device; nothing if that cannot be told."""
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    try:
+        with open(_MOUNTS, "rb") as mounts:
+            # proc(5): number of the device third, and the type behind a dash and what may be there
+            found = [fields for line in mounts if (fields := line.split())[2] == number]
+    except OSError:
+        return b""
+    return found[0][found[0].index(b"-", 6) + 1] if found else b""
 
 
 def rename_noreplace(source: str, target: str) -> None:

@@ -196,6 +196,37 @@ def test_a_link_does_not_take_the_name_of_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == "target"
 
 
+@pytest.mark.parametrize("kind", ["fuse.seaweedfs", "fuse.juicefs", ""])
+def test_where_links_do_not_last_a_name_is_given_by_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On SeaweedFS, what is linked is lost to mounts that knew it by the name that goes."""
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = [
+        f"1 0 0:0 / / rw - ext4 /dev/0 {number}",
+        f"2 1 {number} / {tmp_path} rw master:1 - {kind} server:/ rw",
+    ]
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text("\n".join(lines[: 2 if kind else 1]))
+    monkeypatch.setattr(linux, "is_on_fuse", lambda _: True)
+    monkeypatch.setattr(linux, "_MOUNTS", str(mounts))
+    source, target = tmp_path / "source", tmp_path / "target"
+    for path in (source, target):
+        path.write_text(path.name)
+    with pytest.raises(FileExistsError):
+        PosixFiles().publish(str(source), str(target))
+    target.unlink()
+    PosixFiles().publish(str(source), str(target))
+    assert target.read_text() == "source"
+    assert source.exists() == (kind != "fuse.seaweedfs")
+    with pytest.raises(FileNotFoundError):
+        PosixFiles().publish(str(tmp_path / "none"), str(tmp_path / "new"))
+    mounts.unlink()  # then nobody can tell
+    PosixFiles().publish(str(target), str(tmp_path / "new"))
+    assert target.exists()
+
+
 @pytest.mark.parametrize("call", ["exchange", "rename_to_free"])
 def test_only_a_rename_that_is_not_known_may_be_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

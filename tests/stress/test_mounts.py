@@ -76,6 +76,30 @@ def test_what_one_client_overwrites_the_other_loads_at_once(clients: tuple[Path,
     assert len(list(theirs.iterdir())) == 2  # a manifest, and one data file
 
 
+def test_what_one_client_lists_as_it_is_saved_it_loads(clients: tuple[Path, Path]) -> None:
+    """Whatever it has seen on its way, under names that are gone."""
+    ours, theirs = clients
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            for folder in theirs.glob("*"):
+                for path in folder.glob("*"):
+                    path.exists()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with Engine() as engine:
+            for number in range(4 * _NUM_ROUNDS):
+                engine.save(state_of(number), ours / f"step-{number}")
+    finally:
+        done.set()
+        thread.join()
+    for number in range(4 * _NUM_ROUNDS):
+        assert_is(load(theirs / f"step-{number}"), number)
+
+
 def test_two_clients_overwrite_in_turns(clients: tuple[Path, Path]) -> None:
     """Each removes what the other left, and nothing else."""
     ours, theirs = clients
