@@ -40,6 +40,7 @@ from ckptio.errors import CheckpointChangedError, EngineClosedError, StorageErro
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
 from ckptio.runtime import loading
 from ckptio.testing import EventLog
+from tests.checkpointer.rig import files_in, steps_at
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -50,11 +51,17 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
 
 
+@pytest.fixture(params=["directory", "objects"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
+    """Where a run will be: a directory in one that is not there yet, or a URL."""
+    return str(tmp_path / "deep" / "run") if request.param == "directory" else url
+
+
 def state_of(step: int) -> dict[str, torch.Tensor]:
     return filled_state(SIZES, step % 251)
 
 
-async def save_steps(root: Path, *steps: int, **options: Any) -> None:
+async def save_steps(root: Path | str, *steps: int, **options: Any) -> None:
     async with Checkpointer(root, **{"config": SMALL, **options}) as ckpt:
         for step in steps:
             await ckpt.save(state_of(step), step)
@@ -127,20 +134,20 @@ def test_a_step_has_one_name_and_a_name_one_step() -> None:
 # saving and loading
 
 
-async def test_the_newest_committed_step_is_loaded(tmp_path: Path) -> None:
+async def test_the_newest_committed_step_is_loaded(root: str) -> None:
     """Across restarts, from what is there; a step asked for is another."""
-    root = tmp_path / "deep" / "run"
-    async with Checkpointer(root, config=SMALL) as ckpt:
+    async with Checkpointer(f"{root}/", config=SMALL) as ckpt:
         assert await ckpt.steps() == ()
         assert await ckpt.latest() is None
         with pytest.raises(CheckpointNotFoundError, match="no committed step"):
             await ckpt.load()
         for step in (9, 10, 100):
-            info = await ckpt.save(state_of(step), step)
-            assert info.path == ckpt.path(step)
+            info = await ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
+            assert info.path == ckpt.path(step) == f"{root}/{step_name(step)}"
     async with Checkpointer(root, config=SMALL) as ckpt:
         assert await ckpt.steps() == (9, 10, 100)
         assert await ckpt.latest() == 100
+        assert [record.metrics["loss"] for record in await ckpt.records()] == [1 / 9, 0.1, 0.01]
         assert_same(await ckpt.load(), state_of(100))
         target = state_of(0)
         assert await ckpt.load(into=target, step=9) is target
@@ -150,6 +157,7 @@ async def test_the_newest_committed_step_is_loaded(tmp_path: Path) -> None:
         assert list(result.state) == ["tensor1"]
         with pytest.raises(CheckpointNotFoundError):
             await ckpt.load(step=11)
+    assert steps_at(root) == [9, 10, 100]
 
 
 async def test_a_step_that_was_not_committed_is_none(tmp_path: Path) -> None:
@@ -228,17 +236,18 @@ async def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-async def test_a_step_is_saved_once_unless_asked_otherwise(tmp_path: Path) -> None:
-    """After going back to an earlier step, the same numbers come again."""
-    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+async def test_a_step_is_saved_once_unless_asked_otherwise(root: str) -> None:
+    """After going back to an earlier step, the same numbers come again; what they replace goes."""
+    async with Checkpointer(root, config=SMALL) as ckpt:
         await ckpt.save(state_of(1), 1)
         with pytest.raises(CheckpointExistsError):
             await ckpt.save(state_of(2), 1)
         await ckpt.save(state_of(3), 1, overwrite=True)
         assert_same(await ckpt.load(), state_of(3))
-    with sync.Checkpointer(tmp_path, config=SMALL) as blocking:
+    with sync.Checkpointer(root, config=SMALL) as blocking:
         blocking.save(state_of(4), 1, overwrite=True)
         assert_same(blocking.load(), state_of(4))
+    assert steps_at(root) == [1]
 
 
 async def test_an_engine_can_be_shared(tmp_path: Path) -> None:
@@ -282,18 +291,19 @@ async def test_leaving_waits_and_raises_what_nobody_has_seen(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_leaving_by_an_error_aborts(tmp_path: Path, *, shared: bool) -> None:
+async def test_leaving_by_an_error_aborts(root: str, *, shared: bool) -> None:
     """Nothing of what was in flight is left; the error is the caller's own."""
     big = filled_state([4 << 20], 1)
     async with Engine(SMALL) as engine:
         options: dict[str, Any] = {"engine": engine} if shared else {"config": SMALL}
         with pytest.raises(ZeroDivisionError):
-            async with Checkpointer(tmp_path / "run", keep=KeepLast(1), **options) as ckpt:
+            async with Checkpointer(root, keep=KeepLast(1), **options) as ckpt:
                 handle = ckpt.save(big, 1)
                 raise ZeroDivisionError
         with pytest.raises(SaveAbortedError):
             await handle
-    assert not (tmp_path / "run").exists()
+    assert files_in(root) == {}
+    assert not os.path.exists(root)
 
 
 @pytest.mark.parametrize("step", [None, 7])
@@ -326,15 +336,15 @@ def test_a_load_goes_on_while_the_block_is_left(
 # keeping
 
 
-async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> None:
+async def test_what_is_not_kept_is_removed_after_the_commit(root: str) -> None:
     """The last ones, one in a while and the best; the observer is told of the rest."""
     log = EventLog()
     keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss", "min")
     losses = [5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0]
-    async with Checkpointer(tmp_path, keep=keep, config=SMALL, observer=log) as ckpt:
+    async with Checkpointer(root, keep=keep, config=SMALL, observer=log) as ckpt:
         for step, loss in enumerate(losses, 1):
             await ckpt.save(state_of(step), step, metrics={"loss": loss})
-    assert steps_in(tmp_path) == [2, 4, 6, 7]
+    assert steps_at(root) == [2, 4, 6, 7]
     assert [event.step for event in log.of(CheckpointRemoved)] == [1, 3, 5]
     assert all(event.nbytes > 0 for event in log.of(CheckpointRemoved))
 
@@ -392,11 +402,11 @@ async def test_a_removal_that_fails_is_an_event(tmp_path: Path) -> None:
     assert {event.error.errno for event in failures} == {errno.ELOOP}
 
 
-async def test_a_broken_policy_removes_nothing(tmp_path: Path) -> None:
+async def test_a_broken_policy_removes_nothing(root: str) -> None:
     """Its error is an event; what it says nothing of stays."""
     log = EventLog()
-    await save_steps(tmp_path, 1, 2, keep=KeepIf(lambda record: record.step / 0 > 1), observer=log)
-    assert steps_in(tmp_path) == [1, 2]
+    await save_steps(root, 1, 2, keep=KeepIf(lambda record: record.step / 0 > 1), observer=log)
+    assert steps_at(root) == [1, 2]
     assert isinstance(log.of(RetentionFailed)[0].error, ZeroDivisionError)
 
 
@@ -511,13 +521,13 @@ def test_leaving_on_another_thread_closes_all_the_same(tmp_path: Path) -> None:
         ckpt.steps()
 
 
-async def test_a_signal_asks_for_one_last_save(tmp_path: Path) -> None:
+async def test_a_signal_asks_for_one_last_save(root: str) -> None:
     """At the next step; until then nothing has changed, and afterwards it is as before."""
     before = signal.getsignal(signal.SIGUSR1)
-    await save_steps(tmp_path, 1, 2)
+    await save_steps(root, 1, 2)
     log = EventLog()
     async with Checkpointer(
-        tmp_path,
+        root,
         keep=KeepLast(1),
         preempt_signals=(signal.SIGUSR1, signal.SIGTERM),
         config=SMALL,
@@ -535,7 +545,7 @@ async def test_a_signal_asks_for_one_last_save(tmp_path: Path) -> None:
             await asyncio.sleep(0)
     assert signal.getsignal(signal.SIGUSR1) == before
     assert saved == [step]
-    assert steps_in(tmp_path) == saved
+    assert steps_at(root) == saved
     assert saved[0] >= 5
     assert [event.reason for event in log.of(Preempted)] == ["SIGUSR1"]
 
@@ -586,11 +596,11 @@ def test_an_option_that_is_wrong_is_refused(
 # blocking
 
 
-def test_the_blocking_twin_does_the_same(tmp_path: Path) -> None:
+def test_the_blocking_twin_does_the_same(root: str) -> None:
     """Save, find, keep, load, stop."""
     log = EventLog()
     with sync.Checkpointer(
-        tmp_path,
+        root,
         keep=KeepLast(2),
         every=SaveEvery(steps=2),
         preempt_signals=(signal.SIGUSR1,),
@@ -606,14 +616,16 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path) -> None:
             if ckpt.preempted:
                 break
         last = step
-    with sync.Engine(SMALL) as engine, sync.Checkpointer(tmp_path, engine=engine) as ckpt:
+    with sync.Engine(SMALL) as engine, sync.Checkpointer(root, engine=engine) as ckpt:
         assert ckpt.engine is engine
         assert ckpt.latest() == last
         assert_same(ckpt.load(), state_of(last))
         assert ckpt.load_with_report().report.path == ckpt.path(last)
         assert ckpt.records()[-1].metrics == {"loss": 1 / last}
-        assert ckpt.steps() == tuple(parse_name(name) for name in names_in(tmp_path))
+        assert ckpt.steps() == tuple(steps_at(root))
     assert len(log.of(Preempted)) == 1
+    with pytest.raises(CheckpointExistsError), sync.Checkpointer(root, config=SMALL) as ckpt:
+        ckpt.start_save(state_of(last), last)
 
 
 def test_steps_are_saved_from_many_threads(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
+import fsspec
+
 from ckptio import Checkpointer
 from ckptio.checkpointer.steps import parse_name
 from ckptio.engine.resolver import Resolver
@@ -137,3 +139,21 @@ def committed_steps(root: Path) -> list[int]:
         if step is not None and committed(root / name) is not None:
             found.append(step)
     return found
+
+
+def files_in(root: str) -> dict[str, list[str]]:
+    """Name what is below a path or a URL, by the step it is in."""
+    place, top = fsspec.url_to_fs(root)
+    found: dict[str, list[str]] = {}
+    for path in place.find(top):
+        step, _, name = path.removeprefix(f"{top}/").partition("/")
+        found.setdefault(step, []).append(name)
+    return found
+
+
+def steps_at(root: str) -> list[int]:
+    """Name the steps at a path or a URL, and check that each is one manifest and one file."""
+    found = files_in(root)
+    for names in found.values():
+        assert [name.partition("-")[0] for name in sorted(names)] == ["data", "manifest.json"]
+    return sorted(int(step.removeprefix("step-")) for step in found)

@@ -1,12 +1,10 @@
-"""Checkpointers on object stores: the main cases again, where no directory is."""
+"""Checkpointers on object stores: what is otherwise where no directory is."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -18,15 +16,11 @@ from hypothesis import strategies as st
 from ckptio import (
     Checkpointer,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
     Engine,
-    KeepBest,
-    KeepIf,
     KeepLast,
     PerRank,
-    SaveAbortedError,
     SaveEvery,
     sync,
 )
@@ -34,7 +28,7 @@ from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved, CleanupFailed, LeftoversRemoved, RetentionFailed
 from ckptio.storage.store import ObjectInfo, StoreTraits
 from ckptio.testing import EventLog, run_virtual
-from tests.checkpointer.rig import checkpointer_on, engines, on_each
+from tests.checkpointer.rig import checkpointer_on, engines, files_in, on_each
 from tests.rig import SMALL, assert_same, config_with, filled_state
 from tests.storage.object_rig import DictStore, put
 
@@ -51,50 +45,10 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return filled_state(SIZES, step % 251)
 
 
-def files_in(url: str) -> dict[str, list[str]]:
-    """Name what is below a URL, by the step it is in."""
-    memory, top = fsspec.filesystem("memory"), "/" + url.partition("://")[2]
-    found: dict[str, list[str]] = {}
-    for path in memory.find(top):
-        step, _, name = path.removeprefix(f"{top}/").partition("/")
-        found.setdefault(step, []).append(name)
-    return found
-
-
-def steps_in(url: str) -> list[int]:
-    """Name the steps below a URL, and check that each is one manifest and one file."""
-    found = files_in(url)
-    for names in found.values():
-        assert [name.partition("-")[0] for name in sorted(names)] == ["data", "manifest.json"]
-    return sorted(int(step.removeprefix("step-")) for step in found)
-
-
 async def save_steps(url: str, *steps: int, **options: Any) -> None:
     async with Checkpointer(url, **{"config": SMALL, **options}) as ckpt:
         for step in steps:
             await ckpt.save(state_of(step), step)
-
-
-async def test_the_newest_committed_step_is_loaded(url: str) -> None:
-    """Across restarts, from what is there; a step asked for is another."""
-    async with Checkpointer(f"{url}/", config=SMALL) as ckpt:
-        assert await ckpt.steps() == ()
-        assert await ckpt.latest() is None
-        with pytest.raises(CheckpointNotFoundError, match="no committed step"):
-            await ckpt.load()
-        for step in (9, 10, 100):
-            info = await ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
-            assert info.path == ckpt.path(step) == f"{url}/{step_name(step)}"
-    async with Checkpointer(url, config=SMALL) as ckpt:
-        assert await ckpt.steps() == (9, 10, 100)
-        assert [record.metrics["loss"] for record in await ckpt.records()] == [1 / 9, 0.1, 0.01]
-        assert_same(await ckpt.load(), state_of(100))
-        target = state_of(0)
-        assert await ckpt.load(into=target, step=9) is target
-        assert_same(target, state_of(9))
-        with pytest.raises(CheckpointNotFoundError):
-            await ckpt.load(step=11)
-    assert steps_in(url) == [9, 10, 100]
 
 
 async def test_a_step_that_was_not_committed_is_none(url: str) -> None:
@@ -121,28 +75,6 @@ async def test_a_damaged_step_raises_and_says_what_to_load(url: str) -> None:
         assert "load(step=1)" in caught.value.__notes__[-1]
 
 
-async def test_a_step_is_saved_once_unless_asked_otherwise(url: str) -> None:
-    """What it replaces goes."""
-    async with Checkpointer(url, config=SMALL) as ckpt:
-        await ckpt.save(state_of(1), 1)
-        with pytest.raises(CheckpointExistsError):
-            await ckpt.save(state_of(2), 1)
-        await ckpt.save(state_of(3), 1, overwrite=True)
-        assert_same(await ckpt.load(), state_of(3))
-    assert steps_in(url) == [1]
-
-
-async def test_what_is_not_kept_is_removed_after_the_commit(url: str) -> None:
-    """The last one and the best; nothing of the others is left."""
-    log = EventLog()
-    keep = KeepLast(1) | KeepBest(1, "loss", mode="min")
-    async with Checkpointer(url, keep=keep, config=SMALL, observer=log) as ckpt:
-        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0], 1):
-            await ckpt.save(state_of(step), step, metrics={"loss": loss})
-    assert steps_in(url) == [2, 4]
-    assert [event.step for event in log.of(CheckpointRemoved)] == [1, 3]
-
-
 async def test_what_cannot_be_read_counts_for_nothing_and_stays(url: str) -> None:
     """A damaged manifest, and with it what it may need."""
     await save_steps(url, 1, 2, 50)
@@ -150,14 +82,6 @@ async def test_what_cannot_be_read_counts_for_nothing_and_stays(url: str) -> Non
     await save_steps(url, 3, keep=KeepLast(2))
     assert sorted(files_in(url)) == [step_name(step) for step in (2, 3, 50)]
     assert len(files_in(url)[step_name(50)]) == 2
-
-
-async def test_a_broken_policy_removes_nothing(url: str) -> None:
-    """Its error is an event."""
-    log = EventLog()
-    await save_steps(url, 1, 2, keep=KeepIf(lambda record: record.step / 0 > 1), observer=log)
-    assert steps_in(url) == [1, 2]
-    assert isinstance(log.of(RetentionFailed)[0].error, ZeroDivisionError)
 
 
 async def test_dead_saves_are_swept_when_a_run_begins(url: str) -> None:
@@ -180,54 +104,6 @@ def save_id_of(found: dict[str, list[str]]) -> str:
     """Give the id of the save of step 3."""
     (name,) = [name for name in found[step_name(3)] if name.startswith("data-")]
     return name.split("-")[1]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-async def test_leaving_by_an_error_aborts(url: str, *, shared: bool) -> None:
-    """Nothing of what was in flight is left; the error is the caller's own."""
-    big = filled_state([4 << 20], 1)
-    async with Engine(SMALL) as engine:
-        options: dict[str, Any] = {"engine": engine} if shared else {"config": SMALL}
-        with pytest.raises(ZeroDivisionError):
-            async with Checkpointer(url, keep=KeepLast(1), **options) as ckpt:
-                handle = ckpt.save(big, 1)
-                raise ZeroDivisionError
-        with pytest.raises(SaveAbortedError):
-            await handle
-    assert files_in(url) == {}
-
-
-async def test_a_signal_asks_for_one_last_save(url: str) -> None:
-    """At the next step."""
-    async with Checkpointer(
-        url, keep=KeepLast(1), preempt_signals=(signal.SIGUSR1,), config=SMALL
-    ) as ckpt:
-        await ckpt.save(state_of(1), 1)
-        for step in range(2, 10_000):
-            if step == 5:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if await ckpt.should_save(step):
-                ckpt.save(state_of(step), step)
-            if ckpt.preempted:
-                break
-            await asyncio.sleep(0)
-    assert steps_in(url) == [step]
-
-
-def test_the_blocking_twin_does_the_same(url: str) -> None:
-    """Save, find, keep, load."""
-    with sync.Checkpointer(url, keep=KeepLast(2), every=SaveEvery(steps=2), config=SMALL) as ckpt:
-        assert ckpt.latest() is None
-        for step in range(1, 9):
-            if ckpt.should_save(step):
-                ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
-    with sync.Engine(SMALL) as engine, sync.Checkpointer(url, engine=engine) as ckpt:
-        assert ckpt.steps() == (6, 8)
-        assert_same(ckpt.load(), state_of(8))
-        assert ckpt.records()[-1].metrics == {"loss": 1 / 8}
-    assert steps_in(url) == [6, 8]
-    with pytest.raises(CheckpointExistsError), sync.Checkpointer(url, config=SMALL) as ckpt:
-        ckpt.start_save(state_of(8), 8)
 
 
 @pytest.mark.parametrize("seed", range(3))
