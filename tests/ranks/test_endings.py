@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -41,16 +42,26 @@ def errors_of(outcomes: Sequence[object]) -> list[RankError]:
     return errors
 
 
+def outcomes_of(
+    body: Callable[[Ranks], Awaitable[object]],
+    *,
+    world_size: int = WORLD,
+    within_s: float = math.inf,
+) -> list[Any]:
+    """Run a body on all ranks, for less than some seconds; gives what each returned or raised."""
+
+    async def scenario() -> list[Any]:
+        async with group(world_size=world_size) as world:
+            outcomes = await world.run(body)
+            assert asyncio.get_running_loop().time() < within_s
+            return outcomes
+
+    return run(scenario())
+
+
 def causes_of(body: Callable[[Ranks], Awaitable[None]]) -> dict[int, str]:
     """Let all ranks fail alike; gives the causes that they tell of."""
-    causes: dict[int, str] = {}
-
-    async def scenario() -> None:
-        async with group() as world:
-            causes.update(errors_of(await world.run(body))[0].causes)
-
-    run(scenario())
-    return causes
+    return errors_of(outcomes_of(body))[0].causes
 
 
 @pytest.mark.parametrize("failing", range(WORLD))
@@ -68,20 +79,15 @@ def test_a_failure_stops_all_and_is_the_cause_where_it_was(failing: int) -> None
             finally:
                 stopped.append(ranks.rank)
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            for rank, error in enumerate(errors_of(outcomes)):
-                assert str(error) == (
-                    f"session 'save' failed on rank {failing}: OSError: [Errno 28] no space left"
-                )
-                assert error.causes == {failing: "OSError: [Errno 28] no space left"}
-                assert not error.in_doubt
-                assert isinstance(error.__cause__, OSError) == (rank == failing)
-            assert sorted(stopped) == [r for r in range(WORLD) if r != failing]
-            assert asyncio.get_running_loop().time() < 1
-
-    run(scenario())
+    outcomes = outcomes_of(body, within_s=1)
+    for rank, error in enumerate(errors_of(outcomes)):
+        assert str(error) == (
+            f"session 'save' failed on rank {failing}: OSError: [Errno 28] no space left"
+        )
+        assert error.causes == {failing: "OSError: [Errno 28] no space left"}
+        assert not error.in_doubt
+        assert isinstance(error.__cause__, OSError) == (rank == failing)
+    assert sorted(stopped) == [r for r in range(WORLD) if r != failing]
 
 
 def test_a_failed_session_has_the_title_that_each_rank_gave_it() -> None:
@@ -125,20 +131,16 @@ def test_causes_of_several_ranks_are_in_one_error() -> None:
                     raise KeyError("second") from None
                 raise
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors = errors_of(await world.run(body))
-            assert str(errors[0]) == (
-                "session 'save' failed on rank 1: ValueError: first; ranks 2-3: KeyError: 'second'"
-            )
-            assert [type(e.__cause__) for e in errors] == [
-                type(None),
-                ValueError,
-                KeyError,
-                KeyError,
-            ]
-
-    run(scenario())
+    errors = errors_of(outcomes_of(body))
+    assert str(errors[0]) == (
+        "session 'save' failed on rank 1: ValueError: first; ranks 2-3: KeyError: 'second'"
+    )
+    assert [type(e.__cause__) for e in errors] == [
+        type(None),
+        ValueError,
+        KeyError,
+        KeyError,
+    ]
 
 
 def test_nobody_raises_before_all_have_stopped() -> None:
@@ -158,11 +160,7 @@ def test_nobody_raises_before_all_have_stopped() -> None:
         finally:
             assert len(stopped_s) == WORLD - 1
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors_of(await world.run(body))
-
-    run(scenario())
+    errors_of(outcomes_of(body))
 
 
 def test_a_rank_that_does_not_stop_is_not_waited_for_for_ever() -> None:
@@ -179,12 +177,8 @@ def test_a_rank_that_does_not_stop_is_not_waited_for_for_ever() -> None:
                     await asyncio.sleep(10 * DEADLINES.meet_s)
             await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors = errors_of(await world.run(body))
-            assert errors[0].causes == {1: "has not stopped within 60 s", 2: "ValueError: no"}
-
-    run(scenario())
+    errors = errors_of(outcomes_of(body))
+    assert errors[0].causes == {1: "has not stopped within 60 s", 2: "ValueError: no"}
 
 
 def test_a_failed_decision_fails_on_all() -> None:
@@ -257,13 +251,9 @@ def test_ranks_are_in_doubt_only_if_rank_0_said_so(*, is_decisive: bool) -> None
                 asyncio.get_running_loop().call_later(1, cancel_now, asyncio.current_task())
             await session.round("plan", 1, never)
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors = errors_of((await world.run(body))[:3])
-            assert errors[0].causes == {3: "it was cancelled there"}
-            assert errors[0].in_doubt == is_decisive
-
-    run(scenario())
+    errors = errors_of(outcomes_of(body)[:3])
+    assert errors[0].causes == {3: "it was cancelled there"}
+    assert errors[0].in_doubt == is_decisive
 
 
 def cancel_now(task: asyncio.Task[object] | None) -> None:
@@ -285,13 +275,9 @@ def test_a_decision_that_is_taken_back_leaves_nobody_in_doubt() -> None:
 
             await session.round("commit", 1, decide)
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors = errors_of(await world.run(body))
-            assert errors[0].causes == {0: "OSError: [Errno 28] no space left"}
-            assert not errors[0].in_doubt
-
-    run(scenario())
+    errors = errors_of(outcomes_of(body))
+    assert errors[0].causes == {0: "OSError: [Errno 28] no space left"}
+    assert not errors[0].in_doubt
 
 
 def test_members_decide_nothing() -> None:
@@ -304,11 +290,7 @@ def test_members_decide_nothing() -> None:
                     session.decisive(is_on=True)
             await session.round("plan", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert await world.run(body) == [None] * WORLD
-
-    run(scenario())
+    assert outcomes_of(body) == [None] * WORLD
 
 
 def test_a_decision_that_takes_no_notice_of_the_stop_does_not_hang() -> None:
@@ -339,15 +321,10 @@ def test_a_decision_that_takes_no_notice_of_the_stop_does_not_hang() -> None:
 
     went_on: list[int] = []
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            assert isinstance(outcomes.pop(2), asyncio.CancelledError)
-            assert errors_of(outcomes)[0].in_doubt
-            assert went_on == []
-            assert asyncio.get_running_loop().time() < 5
-
-    run(scenario())
+    outcomes = outcomes_of(body, within_s=5)
+    assert isinstance(outcomes.pop(2), asyncio.CancelledError)
+    assert errors_of(outcomes)[0].in_doubt
+    assert went_on == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -387,14 +364,9 @@ def test_a_late_failure_is_of_its_rank_alone() -> None:
                 raise ValueError("late")
         return answer
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            assert outcomes[:3] == [WORLD] * 3
-            assert str(outcomes[3]) == "session 'save' failed on rank 3: ValueError: late"
-            assert asyncio.get_running_loop().time() < 6
-
-    run(scenario())
+    outcomes = outcomes_of(body, within_s=6)
+    assert outcomes[:3] == [WORLD] * 3
+    assert str(outcomes[3]) == "session 'save' failed on rank 3: ValueError: late"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -413,19 +385,15 @@ def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
         finally:
             assert task.cancelling() == (ranks.rank == rank)
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            cancelled = outcomes.pop(rank)
-            assert isinstance(cancelled, asyncio.CancelledError)
-            assert isinstance(cancelled.__cause__, RankError)
-            assert cancelled.__cause__.in_doubt
-            errors = errors_of(outcomes)
-            assert errors[0].causes == {rank: "it was cancelled there"}
-            assert errors[0].in_doubt
-            assert "look whether the checkpoint is there" in str(errors[0])
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    cancelled = outcomes.pop(rank)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert isinstance(cancelled.__cause__, RankError)
+    assert cancelled.__cause__.in_doubt
+    errors = errors_of(outcomes)
+    assert errors[0].causes == {rank: "it was cancelled there"}
+    assert errors[0].in_doubt
+    assert "look whether the checkpoint is there" in str(errors[0])
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -452,13 +420,9 @@ def test_cancelling_twice_stops_waiting_for_others(*, asks: bool) -> None:
             assert ranks.rank != 1
         return loop.time()
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes: Any = await world.run(body)
-            assert outcomes[1] < 3
-            assert min(outcomes[0], outcomes[2]) > 30
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    assert outcomes[1] < 3
+    assert min(outcomes[0], outcomes[2]) > 30
 
 
 def test_a_rank_that_is_cancelled_when_it_was_stopped_waits_for_the_verdict() -> None:
@@ -490,13 +454,9 @@ def test_a_rank_that_is_cancelled_when_it_was_stopped_waits_for_the_verdict() ->
         assert task.cancelling() == {1: 1, 3: 2}.get(ranks.rank, 0)
         return loop.time()
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes: Any = await world.run(body)
-            assert outcomes[3] < 4
-            assert min(outcomes[:3]) > 30
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    assert outcomes[3] < 4
+    assert min(outcomes[:3]) > 30
 
 
 def test_a_rank_that_gave_no_message_is_not_held() -> None:
@@ -514,13 +474,9 @@ def test_a_rank_that_gave_no_message_is_not_held() -> None:
                     await asyncio.sleep(30)
         return loop.time()
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes: Any = await world.run(body)
-            assert outcomes[1] < 2
-            assert outcomes[0] > 30
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    assert outcomes[1] < 2
+    assert outcomes[0] > 30
 
 
 def test_a_timeout_around_a_session_is_a_timeout() -> None:
@@ -545,12 +501,8 @@ def test_a_timeout_around_a_session_is_a_timeout() -> None:
                 assert ranks.rank != 2
         return "moved on" if scope.cancelled_caught else "error"
 
-    async def scenario() -> None:
-        async with group(world_size=3) as world:
-            outcomes = await world.run(body)
-            assert outcomes[1:] == ["timeout", "moved on"]
-
-    run(scenario())
+    outcomes = outcomes_of(body, world_size=3)
+    assert outcomes[1:] == ["timeout", "moved on"]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -562,17 +514,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         async with ranks.session("save") as session:
             await session.round("plan", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            errors = errors_of(await world.run(body))
-            assert str(errors[0]) == (
-                "session 'save' failed: ranks 1, 3 did not come to round 'plan' within 60 s;"
-                " every rank of the job has to make the same calls, or wait longer with"
-                " meet_timeout_s; one that saves or loads alone passes ranks='solo'"
-            )
-            assert errors[0].causes == {1: "did not come", 3: "did not come"}
-
-    run(scenario())
+    errors = errors_of(outcomes_of(body))
+    assert str(errors[0]) == (
+        "session 'save' failed: ranks 1, 3 did not come to round 'plan' within 60 s;"
+        " every rank of the job has to make the same calls, or wait longer with"
+        " meet_timeout_s; one that saves or loads alone passes ranks='solo'"
+    )
+    assert errors[0].causes == {1: "did not come", 3: "did not come"}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -768,13 +716,9 @@ def test_who_waits_for_others_when_rank_0_closes_waits_no_longer() -> None:
             assert ranks.rank
         return loop.time()
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes: Any = await world.run(body)
-            assert max(outcomes[0], *outcomes[2:]) < NOTICED_S
-            assert outcomes[1] < 3 * DEADLINES.peer_s + 1
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    assert max(outcomes[0], *outcomes[2:]) < NOTICED_S
+    assert outcomes[1] < 3 * DEADLINES.peer_s + 1
 
 
 def test_a_question_that_rank_0_does_not_hear_any_more_ends() -> None:
@@ -818,11 +762,7 @@ def test_nobody_is_lost_where_all_stood_still() -> None:
             await asyncio.sleep(DEADLINES.peer_s)
             return await session.round("commit", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert await world.run(body) == [WORLD] * WORLD
-
-    run(scenario())
+    assert outcomes_of(body) == [WORLD] * WORLD
 
 
 class Exit(BaseException):
@@ -845,14 +785,10 @@ def test_what_ends_a_process_waits_for_nobody_and_is_told_to_all() -> None:
         finally:
             ended_s[ranks.rank] = asyncio.get_running_loop().time()
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            assert isinstance(outcomes.pop(2), Exit)
-            assert ended_s[2] < 1
-            assert errors_of(outcomes)[0].causes == {2: "Exit"}
-
-    run(scenario())
+    outcomes = outcomes_of(body)
+    assert isinstance(outcomes.pop(2), Exit)
+    assert ended_s[2] < 1
+    assert errors_of(outcomes)[0].causes == {2: "Exit"}
 
 
 def test_a_block_that_takes_the_stop_for_something_else_fails_all_the_same() -> None:
@@ -930,15 +866,11 @@ def test_who_gave_up_on_a_round_is_in_doubt_when_rank_0_has_gone(*, commits: boo
         if ranks.rank == 0:
             await ranks.close()
 
-    async def scenario() -> None:
-        async with group() as world:
-            *others, error = await world.run(body)
-            assert others == [None] * (WORLD - 1)
-            assert isinstance(error, RankError)
-            assert error.causes == {3: "it was cancelled there"}
-            assert error.in_doubt == commits
-
-    run(scenario())
+    *others, error = outcomes_of(body)
+    assert others == [None] * (WORLD - 1)
+    assert isinstance(error, RankError)
+    assert error.causes == {3: "it was cancelled there"}
+    assert error.in_doubt == commits
 
 
 def test_a_key_that_is_open_is_not_opened_again() -> None:
@@ -951,11 +883,7 @@ def test_a_key_that_is_open_is_not_opened_again() -> None:
                     pass
             return await session.round("plan", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert await world.run(body) == [WORLD] * WORLD
-
-    run(scenario())
+    assert outcomes_of(body) == [WORLD] * WORLD
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
@@ -1098,17 +1026,12 @@ def test_who_needs_rank_0_hears_at_once_that_it_has_closed() -> None:
         async with ranks.session("save") as session:
             await session.round("plan", 1, add)
 
-    async def scenario() -> None:
-        async with group() as world:
-            outcomes = await world.run(body)
-            assert outcomes.pop(0) is None
-            for error in errors_of(outcomes):
-                assert isinstance(error, PeerLostError)
-                assert error.ranks == (0,)
-                assert "it closed its engine" in str(error)
-            assert asyncio.get_running_loop().time() < 2
-
-    run(scenario())
+    outcomes = outcomes_of(body, within_s=2)
+    assert outcomes.pop(0) is None
+    for error in errors_of(outcomes):
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (0,)
+        assert "it closed its engine" in str(error)
 
 
 def test_large_messages_pass() -> None:
@@ -1124,12 +1047,9 @@ def test_large_messages_pass() -> None:
     async def answer(_: Sequence[Json]) -> Same:
         return Same(text)
 
-    async def scenario() -> None:
-        async with group() as world:
-            assert await world.run(body) == [[(r + 1) % WORLD, len(text)] for r in range(WORLD)]
-            assert asyncio.get_running_loop().time() < DEADLINES.beat_s / 2  # no beat moves them on
-
-    run(scenario())
+    assert outcomes_of(body, within_s=DEADLINES.beat_s / 2) == [
+        [(r + 1) % WORLD, len(text)] for r in range(WORLD)
+    ]
 
 
 async def test_a_world_of_one_decides_alone() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from ckptio.ranks.interface import Json, Ranks, Session
+
+T = TypeVar("T")
 
 seeds = st.integers(0, 2**32)
 worlds = st.integers(1, 8)
@@ -39,18 +41,19 @@ async def turn(messages: Sequence[Json]) -> list[Json]:
     return [*messages[1:], messages[0]]
 
 
-def run(scenario: Coroutine[Any, Any, None], seed: int = 0) -> None:
+def run(scenario: Coroutine[Any, Any, T], seed: int = 0) -> T:
     """Run on a virtual loop; nothing may be left there."""
 
-    async def checked() -> None:
+    async def checked() -> T:
         loop: Any = asyncio.get_running_loop()
         async with asyncio.timeout(_HANGS_S):  # timers go on when everybody waits for everybody
-            await scenario
+            result = await scenario
         assert asyncio.all_tasks() == {asyncio.current_task()}
         beating = [timer for timer in loop._scheduled if "Pulse" in repr(timer)]
         assert all(timer.cancelled() for timer in beating)
+        return result
 
-    run_virtual(checked(), seed=seed)
+    return run_virtual(checked(), seed=seed)
 
 
 @given(world_size=worlds, seed=seeds)
