@@ -43,6 +43,19 @@ def raised(error: BaseException) -> str:
         return f"{type(error).__name__}, which cannot be shown"
 
 
+def as_of_future(error: BaseException) -> BaseException:
+    """Give what the future of a loop can end with: before Python 3.12 it takes no `StopIteration`.
+
+    It would refuse it where nobody sees that, and who waits for it waited for ever. What a
+    coroutine raises so is a `RuntimeError`, too.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError(f"what was called raised {raised(error)}")
+    other.__cause__ = error
+    return other
+
+
 def without_frames(error: E, but: BaseException | None = None) -> E:
     """Give an error that is kept for a moment, without any of the frames.
 

@@ -16,6 +16,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from ckptio._failures import as_of_future
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -166,6 +168,6 @@ def _copy_end(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
         return
     error = outcome.exception()
     if error is not None:
-        future.set_exception(error)
+        future.set_exception(as_of_future(error))
     else:
         future.set_result(outcome.result())

@@ -19,6 +19,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from ckptio._failures import as_of_future
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -47,7 +49,7 @@ def run_into(
     try:
         result = function(*args, **kwargs)
     except BaseException as error:  # whoever waits for the future raises it
-        future.set_exception(error)
+        future.set_exception(as_of_future(error))
     else:
         future.set_result(result)
     finally:

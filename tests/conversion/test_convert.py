@@ -801,6 +801,20 @@ async def test_cancelling_ends_it_and_leaves_nothing_half_done(
     assert report.nbytes == 200_000
 
 
+@pytest.mark.parametrize("name", ["progress", "select"])
+@pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
+async def test_a_stop_iteration_of_a_callback_ends_it(
+    to: Format, name: str, tmp_path: Path
+) -> None:
+    """No future of a loop takes one: whoever waits is told by an error that it came of."""
+    await ckptio.save({"w": torch.ones(2)}, tmp_path / "source", config=SMALL)
+    options: dict[str, Any] = {name: lambda *_: next(iter(()))}
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        await ckptio.convert(tmp_path / "source", tmp_path / "x", to=to, config=SMALL, **options)
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
 def test_a_source_that_was_cut_is_refused_before_anything_is_written(
     to: Format, tmp_path: Path
