@@ -7,6 +7,7 @@ it, up to the size of a large one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -144,8 +145,10 @@ class LazyPlanner(DefaultSavePlanner):
             self._advance(entry.nbytes)
             return self._source.whole(entry)
         if isinstance(value, dict):
-            # of a dict, since a Counter counts what it is given one by one
-            return type(value)({key: self._read_in(item) for key, item in value.items()})
+            made = copy.copy(value)  # with the versions of modules, which a state_dict notes
+            for key, item in value.items():
+                made[key] = self._read_in(item)
+            return made
         if type(value) in (list, tuple):
             return type(value)(self._read_in(item) for item in value)
         return value

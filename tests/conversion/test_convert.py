@@ -328,6 +328,16 @@ def test_containers_inside_a_value_of_dcp_stay_what_they_are(tmp_path: Path) -> 
     assert_same_state(sync.load(tmp_path / "dcp", config=SMALL)["inside"], inside)
 
 
+def test_versions_of_modules_inside_a_value_of_dcp_stay(tmp_path: Path) -> None:
+    """A `state_dict` in a tuple has them; without, a module takes it for an older one."""
+    inside = torch.nn.BatchNorm1d(2).state_dict()
+    source = save_as("ours", tmp_path / "source", {"inside": (inside, 1), "w": torch.ones(2)})
+    assert not sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL).notes
+    found, _ = sync.load(tmp_path / "dcp", config=SMALL)["inside"]
+    assert_same_state(found, inside)
+    assert found._metadata == inside._metadata  # type: ignore[attr-defined]  # torch sets it
+
+
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 def test_another_part_of_the_same_source_is_another_file(to: Any, tmp_path: Path) -> None:
     """Also where names, types and shapes are the same."""
