@@ -202,7 +202,8 @@ def _place_inside(path: str, made: Sequence[str], config: CheckpointConfig) -> I
     """
     aside = f"{path}/{_ASIDE}"
     with contextlib.suppress(FileExistsError):
-        PosixFiles().mkdir(aside, config.dir_mode)
+        os.mkdir(aside, config.dir_mode)
+        set_mode(aside, config.dir_mode)
     fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         take_lock(fd, aside, path)

@@ -78,6 +78,7 @@ class PosixFiles:
             set_mode(fd, mode)
         except OSError:
             os.close(fd)
+            os.unlink(path)  # whoever asked for it does not know of it
             raise
         return fd
 
@@ -145,9 +146,8 @@ class PosixFiles:
             raise OSError(error.errno, what) from error
 
     def mkdir(self, path: str, mode: int) -> None:
-        """Make a directory."""
+        """Make a directory; its mode is what the umask leaves of one."""
         os.mkdir(path, mode)
-        set_mode(path, mode)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
@@ -364,8 +364,7 @@ def sync_dirs(files: PosixFiles, directory: str, made: list[str]) -> None:
 def make_dirs(files: PosixFiles, path: str, mode: int, made: list[str]) -> None:
     """Make a directory and those above it.
 
-    Another save's end may remove those above while this one makes the next: then it begins
-    again.
+    Another save's end may remove those above meanwhile: then it begins again.
 
     Args:
         files: Operations to use.
@@ -395,5 +394,6 @@ def _make_missing(files: PosixFiles, path: str, mode: int, made: list[str]) -> N
         with contextlib.suppress(FileExistsError):
             files.mkdir(directory, mode)
             made.append(directory)
+            set_mode(directory, mode)
     if missing and not stat.S_ISDIR(os.stat(missing[0]).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])

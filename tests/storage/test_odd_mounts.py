@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -105,6 +106,29 @@ def test_modes_that_cannot_be_set_are_no_obstacle(
     finally:
         os.umask(before)
     assert_same(ckptio.sync.load(tmp_path / "run" / "c"), STATE)
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_what_cannot_be_given_its_mode_goes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Two directories, the attempt's file, the data file and the manifest."""
+    chmod, calls = os.chmod, itertools.count(1)
+
+    def fail_once(at: int | str, mode: int) -> None:
+        if next(calls) == nth:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        chmod(at, mode)
+
+    monkeypatch.setattr(os, "chmod", fail_once)
+    config = config_with(file_mode=0o666, dir_mode=0o777)
+    before = os.umask(0o027)
+    try:
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+            ckptio.sync.save(STATE, tmp_path / "run" / "c", config=config)
+    finally:
+        os.umask(before)
+    assert os.listdir(tmp_path) == []
 
 
 class SharedNames(RecordingFiles):
