@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from contextlib import nullcontext
@@ -91,6 +92,16 @@ def test_what_cannot_be_given_its_mode_is_not_left_open(
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         PosixFiles().create(f"{tmp_path}/f", 0o666, direct=False)
     assert open_files() == before
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_is_read_may_be_another_users(tmp_path: Path, *, writable: bool) -> None:
+    """Nobody asks for more than is needed."""
+    (tmp_path / "f").touch()
+    fd = PosixFiles().open(f"{tmp_path}/f", direct=False, writable=writable)
+    mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    PosixFiles().close(fd)
+    assert mode == (os.O_RDWR if writable else os.O_RDONLY)
 
 
 def test_a_directory_that_another_made_meanwhile_is_not_ones_own(tmp_path: Path) -> None:

@@ -221,6 +221,20 @@ async def test_directories_are_young_by_the_clock_that_dates_them(
     assert {str(tmp_path / "made"), str(tmp_path)} <= set(synced)
 
 
+async def test_directories_are_young_though_one_is_dated_ahead(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """As whoever restored it may have left it; a rank without files writes nothing there."""
+    directory = tmp_path / "made" / "by-others" / "c"
+    directory.mkdir(parents=True)
+    files = RecordingFiles()
+    rank = await storage_at(directory, executor, files).join(A)
+    os.utime(directory, (time.time() + 86400,) * 2)
+    await rank.seal()
+    synced = [op.path for op in files.operations if op.kind == "fsync_dir"]
+    assert {str(tmp_path / "made"), str(tmp_path)} <= set(synced)
+
+
 async def test_directories_that_have_not_changed_for_long_are_left_alone(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -762,3 +776,74 @@ async def test_a_server_that_fails_as_a_file_is_closed_is_told_of(
     with pytest.raises(StorageError, match="cannot look at a data file") as caught:
         await storage.sizes(list(OLD))
     assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
+async def test_a_save_that_cannot_begin_clears_nothing(
+    tmp_path: Path, executor: Executor, code: int
+) -> None:
+    """Only a full disk is made less full; a directory that goes at each look is one error."""
+    killed = await storage_at(tmp_path, executor).begin(A, overwrite=True)
+    await fill_attempt(killed, OLD)
+    await killed.leave()
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "create" and operation.path.endswith(f".attempt-{B}"):
+            raise OSError(code, os.strerror(code), operation.path)
+
+    with pytest.raises(StorageError, match="cannot begin a save") as caught:
+        await storage_at(tmp_path, executor, RecordingFiles(fail)).begin(B, overwrite=True)
+    assert caught.value.errno == code
+    assert names_in(tmp_path) == sorted([f".attempt-{A}", *OLD])
+
+
+async def test_a_save_begins_in_a_directory_that_another_removes_once_more(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The other one had made it, fails, and finds it empty yet."""
+
+    def remove(operation: Operation) -> None:
+        if operation.kind == "create" and not removed:
+            removed.append(operation.path)
+            path.rmdir()
+
+    path, removed = tmp_path / "c", list[str]()
+    await write_files(storage_at(path, executor, RecordingFiles(remove)), A, OLD)
+    assert removed == [f"{path}/.attempt-{A}"]
+    assert committed(path) == OLD
+
+
+async def test_a_save_leaves_though_what_it_spoiled_stays(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """And lets its lock go: the disk refuses all that is asked of it."""
+    files = RecordingFiles(lambda op: _fail_kinds(op, "pwrite", "unlink"))
+    attempt = await storage_at(tmp_path / "c", executor, files).join(A)
+    writer = await attempt.create(next(iter(OLD)), 5000)
+    with pytest.raises(StorageError, match="cannot write"):
+        writer.pwrite(0, memoryview(bytes(5000)))
+    await attempt.leave()
+    assert files.num_open == 0
+    assert names_in(tmp_path / "c") == [next(iter(OLD))]
+
+
+def _fail_kinds(operation: Operation, *kinds: str) -> None:
+    if operation.kind in kinds:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+
+async def test_a_save_goes_on_where_nobody_can_say_that_it_is_alive(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server calls the handle stale; without locks it is asked for at once, too."""
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "utime", stale)
+    storage = storage_at(tmp_path / "c", executor, RecordingFiles(has_locks=False))
+    attempt = await storage.begin(A, overwrite=False)
+    await attempt.stay()
+    await fill_attempt(attempt, OLD)
+    await attempt.commit(manifest_of(A, OLD))
+    assert committed(tmp_path / "c") == OLD

@@ -742,3 +742,19 @@ def test_without_locks_a_file_that_went_is_no_matter(tmp_path: Path) -> None:
 
     remove(path, A, told, RecordingFiles(gone, has_locks=False))
     assert told == ["removed"]
+
+
+def test_a_name_taken_by_mistake_that_somebody_else_forgets_is_no_matter(tmp_path: Path) -> None:
+    """Of two that remove a checkpoint which was put back, one finds that name gone."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    mistake = path / tomb_name(B)
+    mistake.write_bytes((path / "manifest.json").read_bytes())
+
+    def forget(operation: Operation) -> None:
+        if operation.kind == "unlink" and operation.path == str(mistake):
+            mistake.unlink()
+
+    remove(path, A, told, RecordingFiles(forget))
+    assert told == ["removed"]
+    assert not path.exists()
