@@ -24,6 +24,7 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of, write_files
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -109,19 +110,16 @@ def test_an_entry_is_trusted_for_its_time(seed: int, ages: list[float]) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_an_entry_that_is_not_trusted_any_more_is_read() -> None:
+@in_virtual_time
+async def test_an_entry_that_is_not_trusted_any_more_is_read() -> None:
     """A manifest replaced meanwhile is given when the time is over, and not before."""
-
-    async def scenario() -> None:
-        storage = await stored()
-        async with running_cache(ttl_s=5.0) as cache:
-            assert (await cache.get(storage)).save_id == A
-            await write_files(storage, B, contents_of(B, 10), overwrite=True)
-            assert (await cache.get(storage)).save_id == A
-            await asyncio.sleep(5.0)
-            assert (await cache.get(storage)).save_id == B
-
-    run_virtual(scenario(), seed=0)
+    storage = await stored()
+    async with running_cache(ttl_s=5.0) as cache:
+        assert (await cache.get(storage)).save_id == A
+        await write_files(storage, B, contents_of(B, 10), overwrite=True)
+        assert (await cache.get(storage)).save_id == A
+        await asyncio.sleep(5.0)
+        assert (await cache.get(storage)).save_id == B
 
 
 @given(seed=seeds, delays=st.lists(st.floats(0, 0.3), min_size=1, max_size=12))
@@ -152,64 +150,55 @@ def test_an_answer_is_never_older_than_the_question(seed: int, delays: list[floa
     run_virtual(scenario(), seed=seed)
 
 
-def test_what_is_unchanged_is_not_read_again() -> None:
+@in_virtual_time
+async def test_what_is_unchanged_is_not_read_again() -> None:
     """The second request costs a check of the version, and gives the same value."""
-
-    async def scenario() -> None:
-        storage = await stored()
-        async with running_cache() as cache:
-            first = await cache.get(storage)
-            assert await cache.get(storage) is first
-            assert storage.counts.num_manifest_reads == 1
-            assert storage.counts.num_version_checks == 1
-            statistics = cache.statistics()
-            assert (statistics.num_reads, statistics.num_checks, statistics.num_hits) == (1, 1, 1)
-            assert statistics.num_entries == 1
-            assert storage.manifest is not None
-            assert statistics.nbytes == len(storage.manifest)
-
-    run_virtual(scenario(), seed=0)
+    storage = await stored()
+    async with running_cache() as cache:
+        first = await cache.get(storage)
+        assert await cache.get(storage) is first
+        assert storage.counts.num_manifest_reads == 1
+        assert storage.counts.num_version_checks == 1
+        statistics = cache.statistics()
+        assert (statistics.num_reads, statistics.num_checks, statistics.num_hits) == (1, 1, 1)
+        assert statistics.num_entries == 1
+        assert storage.manifest is not None
+        assert statistics.nbytes == len(storage.manifest)
 
 
-def test_what_was_overwritten_is_read_again() -> None:
+@in_virtual_time
+async def test_what_was_overwritten_is_read_again() -> None:
     """At the same path, the new manifest is given."""
-
-    async def scenario() -> None:
-        storage = await stored(A)
-        async with running_cache() as cache:
-            assert (await cache.get(storage)).save_id == A
-            await write_files(storage, B, contents_of(B, 10), overwrite=True)
-            assert (await cache.get(storage)).save_id == B
-            assert cache.statistics().num_entries == 1
-
-    run_virtual(scenario(), seed=0)
+    storage = await stored(A)
+    async with running_cache() as cache:
+        assert (await cache.get(storage)).save_id == A
+        await write_files(storage, B, contents_of(B, 10), overwrite=True)
+        assert (await cache.get(storage)).save_id == B
+        assert cache.statistics().num_entries == 1
 
 
-def test_failures_are_not_kept() -> None:
+@in_virtual_time
+async def test_failures_are_not_kept() -> None:
     """Nothing there, damaged, unreadable: the next request tries again."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage("m")
-        async with running_cache() as cache:
-            for _ in range(2):
-                with pytest.raises(CheckpointNotFoundError):
-                    await cache.get(storage)
-            storage._place.manifest = b"damaged"
-            with pytest.raises(FormatError):
-                await cache.get(storage)
-            storage._place.manifest = manifest_of(A, {})
-            storage.fault = fail_at(len(storage.operations))
-            with pytest.raises(StorageError):
-                await cache.get(storage)
-            assert (await cache.get(storage)).save_id == A
-            # a checkpoint that is cached and then removed is not there any more
-            storage._place.manifest = None
+    storage = MemoryStorage("m")
+    async with running_cache() as cache:
+        for _ in range(2):
             with pytest.raises(CheckpointNotFoundError):
                 await cache.get(storage)
-            assert cache.statistics().num_entries == 0
-            assert cache.statistics().nbytes == 0
-
-    run_virtual(scenario(), seed=0)
+        storage._place.manifest = b"damaged"
+        with pytest.raises(FormatError):
+            await cache.get(storage)
+        storage._place.manifest = manifest_of(A, {})
+        storage.fault = fail_at(len(storage.operations))
+        with pytest.raises(StorageError):
+            await cache.get(storage)
+        assert (await cache.get(storage)).save_id == A
+        # a checkpoint that is cached and then removed is not there any more
+        storage._place.manifest = None
+        with pytest.raises(CheckpointNotFoundError):
+            await cache.get(storage)
+        assert cache.statistics().num_entries == 0
+        assert cache.statistics().nbytes == 0
 
 
 @given(seed=seeds)
@@ -278,171 +267,147 @@ def test_a_read_that_nobody_waits_for_ends_with_the_cache(
     assert run_virtual(scenario(leaves=False), seed=0) > 1
 
 
-def test_a_cancellation_from_below_is_a_failure_of_the_read(
+@in_virtual_time
+async def test_a_cancellation_from_below_is_a_failure_of_the_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A library that cancels its own task fails one round; the next reads, and closing ends."""
+    storage = await stored()
+    read, num = storage.read_manifest, 0
 
-    async def scenario() -> None:
-        storage = await stored()
-        read, num = storage.read_manifest, 0
+    async def read_cancelled_once() -> Any:
+        nonlocal num
+        num += 1
+        await asyncio.sleep(0.1)
+        if num == 1:
+            raise asyncio.CancelledError
+        return await read()
 
-        async def read_cancelled_once() -> Any:
-            nonlocal num
-            num += 1
-            await asyncio.sleep(0.1)
-            if num == 1:
-                raise asyncio.CancelledError
-            return await read()
-
-        monkeypatch.setattr(storage, "read_manifest", read_cancelled_once)
-        async with running_cache() as cache, asyncio.timeout(10):
-            first = asyncio.ensure_future(cache.get(storage))
-            await asyncio.sleep(0.05)
-            meanwhile = asyncio.ensure_future(cache.get(storage))
-            with pytest.raises(StorageError, match="cancelled the read"):
-                await first
-            assert (await meanwhile).save_id == A
-            assert (await cache.get(storage)).save_id == A
-
-    run_virtual(scenario(), seed=0)
+    monkeypatch.setattr(storage, "read_manifest", read_cancelled_once)
+    async with running_cache() as cache, asyncio.timeout(10):
+        first = asyncio.ensure_future(cache.get(storage))
+        await asyncio.sleep(0.05)
+        meanwhile = asyncio.ensure_future(cache.get(storage))
+        with pytest.raises(StorageError, match="cancelled the read"):
+            await first
+        assert (await meanwhile).save_id == A
+        assert (await cache.get(storage)).save_id == A
 
 
-def test_who_waits_for_the_next_round_is_served_when_the_task_of_this_one_is_cancelled(
+@in_virtual_time
+async def test_who_waits_for_the_next_round_is_served_when_the_task_of_this_one_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever cancels all tasks of a loop, say: those who asked are told, the others served."""
+    storage = await stored()
+    read = storage.read_manifest
 
-    async def scenario() -> None:
-        storage = await stored()
-        read = storage.read_manifest
+    async def read_late() -> Any:
+        await asyncio.sleep(0.1)
+        return await read()
 
-        async def read_late() -> Any:
-            await asyncio.sleep(0.1)
-            return await read()
-
-        monkeypatch.setattr(storage, "read_manifest", read_late)
-        async with running_cache() as cache, asyncio.timeout(10):
-            first = asyncio.ensure_future(cache.get(storage))
-            await asyncio.sleep(0.05)
-            meanwhile = asyncio.ensure_future(cache.get(storage))
-            await asyncio.sleep(0)
-            (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "cache m"]
-            task.cancel()
-            with pytest.raises(EngineClosedError):
-                await first
-            assert (await meanwhile).save_id == A
-
-    run_virtual(scenario(), seed=0)
+    monkeypatch.setattr(storage, "read_manifest", read_late)
+    async with running_cache() as cache, asyncio.timeout(10):
+        first = asyncio.ensure_future(cache.get(storage))
+        await asyncio.sleep(0.05)
+        meanwhile = asyncio.ensure_future(cache.get(storage))
+        await asyncio.sleep(0)
+        (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "cache m"]
+        task.cancel()
+        with pytest.raises(EngineClosedError):
+            await first
+        assert (await meanwhile).save_id == A
 
 
-def test_entries_are_bounded_by_number() -> None:
+@in_virtual_time
+async def test_entries_are_bounded_by_number() -> None:
     """The least recently used go first."""
-
-    async def scenario() -> None:
-        storages = [await stored(A, f"m{i}") for i in range(4)]
-        async with running_cache(entries=2) as cache:
-            for storage in storages[:2]:
-                await cache.get(storage)
-            await cache.get(storages[0])  # used again: now 1 is the oldest
-            await cache.get(storages[2])
-            assert cache.statistics().num_entries == 2
-            reads = [storage.counts.num_manifest_reads for storage in storages]
-            for storage in storages[:2]:
-                await cache.get(storage)
-            again = [storage.counts.num_manifest_reads for storage in storages]
-            assert [b - a for a, b in zip(reads, again, strict=True)] == [0, 1, 0, 0]
-
-    run_virtual(scenario(), seed=0)
+    storages = [await stored(A, f"m{i}") for i in range(4)]
+    async with running_cache(entries=2) as cache:
+        for storage in storages[:2]:
+            await cache.get(storage)
+        await cache.get(storages[0])  # used again: now 1 is the oldest
+        await cache.get(storages[2])
+        assert cache.statistics().num_entries == 2
+        reads = [storage.counts.num_manifest_reads for storage in storages]
+        for storage in storages[:2]:
+            await cache.get(storage)
+        again = [storage.counts.num_manifest_reads for storage in storages]
+        assert [b - a for a, b in zip(reads, again, strict=True)] == [0, 1, 0, 0]
 
 
-def test_what_is_made_of_a_manifest_goes_with_its_entry() -> None:
+@in_virtual_time
+async def test_what_is_made_of_a_manifest_goes_with_its_entry() -> None:
     """It is kept neither beyond the bounds, nor of what was overwritten."""
-
-    async def scenario() -> None:
-        storages = [await stored(A, f"m{i}") for i in range(2)]
-        async with running_cache(entries=1) as cache:
-            manifest = await cache.get(storages[0])
-            made = cache.beside(manifest, Named)
-            assert cache.beside(await cache.get(storages[0]), Named) is made
-            other = cache.beside(await cache.get(storages[1]), Named)
-            assert other.manifest is not manifest
-            gone = weakref.ref(made)
-            assert cache.beside(manifest, Named) is not made
-            del made
-            gc.collect()
-            assert gone() is None
-            await write_files(storages[1], B, contents_of(B, 10), overwrite=True)
-            assert cache.beside(await cache.get(storages[1]), Named).manifest.save_id == B
-
-    run_virtual(scenario(), seed=0)
+    storages = [await stored(A, f"m{i}") for i in range(2)]
+    async with running_cache(entries=1) as cache:
+        manifest = await cache.get(storages[0])
+        made = cache.beside(manifest, Named)
+        assert cache.beside(await cache.get(storages[0]), Named) is made
+        other = cache.beside(await cache.get(storages[1]), Named)
+        assert other.manifest is not manifest
+        gone = weakref.ref(made)
+        assert cache.beside(manifest, Named) is not made
+        del made
+        gc.collect()
+        assert gone() is None
+        await write_files(storages[1], B, contents_of(B, 10), overwrite=True)
+        assert cache.beside(await cache.get(storages[1]), Named).manifest.save_id == B
 
 
-def test_of_few_entries_something_is_kept_beside() -> None:
+@in_virtual_time
+async def test_of_few_entries_something_is_kept_beside() -> None:
     """It is not counted, and of the last few alone."""
-
-    async def scenario() -> None:
-        storages = [await stored(A, f"m{i}") for i in range(6)]
-        async with running_cache() as cache:
-            made = [cache.beside(await cache.get(storage), Named) for storage in storages]
-            again = [cache.beside(await cache.get(storage), Named) for storage in storages[2:]]
-            assert again == made[2:]
-            assert cache.beside(await cache.get(storages[1]), Named) is not made[1]
-            assert cache.statistics().num_entries == 6
-
-    run_virtual(scenario(), seed=0)
+    storages = [await stored(A, f"m{i}") for i in range(6)]
+    async with running_cache() as cache:
+        made = [cache.beside(await cache.get(storage), Named) for storage in storages]
+        again = [cache.beside(await cache.get(storage), Named) for storage in storages[2:]]
+        assert again == made[2:]
+        assert cache.beside(await cache.get(storages[1]), Named) is not made[1]
+        assert cache.statistics().num_entries == 6
 
 
-def test_what_was_just_made_is_kept_however_long_ago_its_entry_was_asked_for() -> None:
+@in_virtual_time
+async def test_what_was_just_made_is_kept_however_long_ago_its_entry_was_asked_for() -> None:
     """Callers that ask at once have their manifests before the first of them makes anything."""
-
-    async def scenario() -> None:
-        storages = [await stored(A, f"m{i}") for i in range(6)]
-        async with running_cache() as cache:
-            manifests = [await cache.get(storage) for storage in storages]
-            for manifest in reversed(manifests):
-                made = cache.beside(manifest, Named)
-                assert made.manifest is manifest
-                assert cache.beside(manifest, Named) is made
-
-    run_virtual(scenario(), seed=0)
+    storages = [await stored(A, f"m{i}") for i in range(6)]
+    async with running_cache() as cache:
+        manifests = [await cache.get(storage) for storage in storages]
+        for manifest in reversed(manifests):
+            made = cache.beside(manifest, Named)
+            assert made.manifest is manifest
+            assert cache.beside(manifest, Named) is made
 
 
-def test_entries_are_bounded_by_bytes() -> None:
+@in_virtual_time
+async def test_entries_are_bounded_by_bytes() -> None:
     """What is larger than the bound is not kept; the sum of the others stays below."""
-
-    async def scenario() -> None:
-        storages = [await stored(A, f"m{i}") for i in range(5)]
-        assert storages[0].manifest is not None
-        nbytes = len(storages[0].manifest)
-        async with running_cache(nbytes=3 * nbytes) as cache:
-            for storage in storages:
-                await cache.get(storage)
-            assert cache.statistics().num_entries == 3
-            assert cache.statistics().nbytes == 3 * nbytes
-        async with running_cache(nbytes=nbytes - 1) as cache:
-            for _ in range(2):
-                assert (await cache.get(storages[0])).save_id == A
-            assert cache.statistics().num_entries == 0
-            assert cache.statistics().num_reads == 2
-
-    run_virtual(scenario(), seed=0)
+    storages = [await stored(A, f"m{i}") for i in range(5)]
+    assert storages[0].manifest is not None
+    nbytes = len(storages[0].manifest)
+    async with running_cache(nbytes=3 * nbytes) as cache:
+        for storage in storages:
+            await cache.get(storage)
+        assert cache.statistics().num_entries == 3
+        assert cache.statistics().nbytes == 3 * nbytes
+    async with running_cache(nbytes=nbytes - 1) as cache:
+        for _ in range(2):
+            assert (await cache.get(storages[0])).save_id == A
+        assert cache.statistics().num_entries == 0
+        assert cache.statistics().num_reads == 2
 
 
-def test_a_forgotten_entry_is_read_again() -> None:
+@in_virtual_time
+async def test_a_forgotten_entry_is_read_again() -> None:
     """`forget` drops an entry and its bytes, and does nothing where there is none."""
-
-    async def scenario() -> None:
-        storage = await stored()
-        async with running_cache() as cache:
-            cache.forget(storage)
-            await cache.get(storage)
-            cache.forget(storage)
-            assert cache.statistics().nbytes == 0
-            await cache.get(storage)
-            assert storage.counts.num_manifest_reads == 2
-
-    run_virtual(scenario(), seed=0)
+    storage = await stored()
+    async with running_cache() as cache:
+        cache.forget(storage)
+        await cache.get(storage)
+        cache.forget(storage)
+        assert cache.statistics().nbytes == 0
+        await cache.get(storage)
+        assert storage.counts.num_manifest_reads == 2
 
 
 @given(seed=seeds, delay_s=st.floats(0, 0.2))
@@ -462,20 +427,17 @@ def test_what_is_read_while_it_is_forgotten_is_not_trusted(seed: int, delay_s: f
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_cache_that_does_not_run_refuses() -> None:
+@in_virtual_time
+async def test_a_cache_that_does_not_run_refuses() -> None:
     """Before and after its time a request raises at once instead of waiting for ever."""
-
-    async def scenario() -> None:
-        storage = await stored()
-        cache = MetadataCache(8, 1 << 20)
-        with pytest.raises(EngineClosedError):
-            await cache.get(storage)
-        async with running_cache() as cache:
-            await cache.get(storage)
-        with pytest.raises(EngineClosedError, match="closed meanwhile: load inside its block"):
-            await cache.get(storage)
-
-    run_virtual(scenario(), seed=0)
+    storage = await stored()
+    cache = MetadataCache(8, 1 << 20)
+    with pytest.raises(EngineClosedError):
+        await cache.get(storage)
+    async with running_cache() as cache:
+        await cache.get(storage)
+    with pytest.raises(EngineClosedError, match="closed meanwhile: load inside its block"):
+        await cache.get(storage)
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])

@@ -38,6 +38,7 @@ from tests.strategies import (
     Settings,
     assert_same,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -289,30 +290,28 @@ def test_what_ranks_saved_is_whole_for_one(version: str) -> None:
 
 @of_ranks
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_what_ranks_saved_loads_at_any_number_of_ranks(version: str, world_size: int) -> None:
+@in_virtual_time
+async def test_what_ranks_saved_loads_at_any_number_of_ranks(version: str, world_size: int) -> None:
     """Cut another way; each rank of the same number finds its own values."""
     tensors = golden_tensors()
 
-    async def scenario() -> None:
-        async with job(world_size, config=RANKS_CONFIG, directory=GOLDEN / version) as ranks:
+    async with job(world_size, config=RANKS_CONFIG, directory=GOLDEN / version) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                target: dict[str, Any] = {n: torch.zeros_like(t) for n, t in tensors.items()}
-                wanted = shards_of(tensors["rows"], (1, world_size))[rank]
-                target |= {"rows": blank(wanted), "step": 0, "rng": PerRank(None)}
-                await engine.load("memory", into=target, strict="ignore")
-                assert torch.equal(target.pop("rows").tensor, wanted.tensor)
-                assert target["step"] == 7
-                if rank < NUM_RANKS:
-                    assert target["rng"].value["seed"] == rank
-                    state = target["rng"].value["state"]
-                    assert torch.equal(state, counted(torch.uint8, 5 + rank))
-                for name in tensors.keys() - {"rows"}:
-                    assert torch.equal(target[name], tensors[name]), name
+        async def body(rank: int, engine: Engine) -> None:
+            target: dict[str, Any] = {n: torch.zeros_like(t) for n, t in tensors.items()}
+            wanted = shards_of(tensors["rows"], (1, world_size))[rank]
+            target |= {"rows": blank(wanted), "step": 0, "rng": PerRank(None)}
+            await engine.load("memory", into=target, strict="ignore")
+            assert torch.equal(target.pop("rows").tensor, wanted.tensor)
+            assert target["step"] == 7
+            if rank < NUM_RANKS:
+                assert target["rng"].value["seed"] == rank
+                state = target["rng"].value["state"]
+                assert torch.equal(state, counted(torch.uint8, 5 + rank))
+            for name in tensors.keys() - {"rows"}:
+                assert torch.equal(target[name], tensors[name]), name
 
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
 
 
 @of_ranks

@@ -11,7 +11,8 @@ import pytest
 
 from ckptio import _looks
 from ckptio._looks import run_or_give_up
-from ckptio.testing import VirtualLoop, run_virtual
+from ckptio.testing import VirtualLoop
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +121,8 @@ async def test_many_looks_at_a_time_take_few_threads() -> None:
     place.answer()
 
 
-def test_a_place_that_is_slow_answers_all_that_look_at_a_time(
+@in_virtual_time
+async def test_a_place_that_is_slow_answers_all_that_look_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each has all of its time, from when it begins: none is refused as others go before it."""
@@ -133,16 +135,13 @@ def test_a_place_that_is_slow_answers_all_that_look_at_a_time(
 
         return await run_or_give_up(take, 5.0, "slow", f"/run/{number}")
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "draw_s", lambda: 2.0)  # before it looks, and behind that
-            found = await asyncio.gather(*(look(number) for number in range(60)))
-        assert found == [*range(60)]
-        assert loop.time() > 5
-
-    run_virtual(scenario(), seed=0)
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "draw_s", lambda: 2.0)  # before it looks, and behind that
+        found = await asyncio.gather(*(look(number) for number in range(60)))
+    assert found == [*range(60)]
+    assert loop.time() > 5
     assert max(numbers) == _looks._MAX_LOOKS
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -24,27 +23,17 @@ from ckptio import (
 from ckptio.checkpointer.steps import step_name
 from ckptio.runtime.core import EngineCore
 from ckptio.storage.root import LocalRoot
-from ckptio.testing import run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from ckptio import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on a loop whose pauses take no time."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        run_virtual(test(**fixtures), seed=0)
-
-    return run
 
 
 def as_manifests_are_read(

@@ -29,6 +29,7 @@ from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on
 from tests.checkpointer.test_going_back import date_ahead
 from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,30 +69,29 @@ def test_a_deadline_and_what_is_there_agree(seed: int, deadline_s: float) -> Non
 
 
 @pytest.mark.parametrize("deadline_s", [0.0001, 1.0])
-def test_a_copy_that_misses_the_deadline_is_an_error(tmp_path: Path, deadline_s: float) -> None:
+@in_virtual_time
+async def test_a_copy_that_misses_the_deadline_is_an_error(
+    tmp_path: Path, deadline_s: float
+) -> None:
     """The first tier may go with the machine. What is said is how it ended, not how it was."""
-
-    async def scenario() -> None:
-        async with (
-            engines(config=config_with(max_tier_copies=1)) as (engine,),
-            engine._core.context.copies.place(None, "taken", lambda: None),
-        ):
-            ckpt = checkpointer_on(
-                engine, tmp_path / "near", then=tmp_path / "far", preempt_deadline_s=deadline_s
-            )
-            with pytest.raises(SaveAbortedError) as caught:
-                async with ckpt:
-                    ckpt.preempt("a notice")
-                    while not ckpt.preempted:
-                        await ckpt.should_save(1)
-                        await asyncio.sleep(0)
-                    ckpt.save(filled_state(SIZES, 1), 1)
-            is_committed = "was committed, but not copied" in str(caught.value)
-            assert committed_steps(tmp_path / "near") == ([1] if is_committed else [])
-            assert is_committed or deadline_s < 1.0
-        assert committed_steps(tmp_path / "far") == []
-
-    run_virtual(scenario(), seed=0)
+    async with (
+        engines(config=config_with(max_tier_copies=1)) as (engine,),
+        engine._core.context.copies.place(None, "taken", lambda: None),
+    ):
+        ckpt = checkpointer_on(
+            engine, tmp_path / "near", then=tmp_path / "far", preempt_deadline_s=deadline_s
+        )
+        with pytest.raises(SaveAbortedError) as caught:
+            async with ckpt:
+                ckpt.preempt("a notice")
+                while not ckpt.preempted:
+                    await ckpt.should_save(1)
+                    await asyncio.sleep(0)
+                ckpt.save(filled_state(SIZES, 1), 1)
+        is_committed = "was committed, but not copied" in str(caught.value)
+        assert committed_steps(tmp_path / "near") == ([1] if is_committed else [])
+        assert is_committed or deadline_s < 1.0
+    assert committed_steps(tmp_path / "far") == []
 
 
 class _Watching:
@@ -109,20 +109,17 @@ class _Watching:
         raise NotImplementedError
 
 
-def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
     """From the call on: taking a large state apart lasts, and its older self may be due."""
-
-    async def scenario() -> None:
-        async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
-            watching = _Watching(ckpt)
-            handle = ckpt.save({"x": watching}, 7)
-            assert watching.exempt == {7}
-            assert ckpt._core.upkeep.exempt() == {7}
-            await handle
-            await ckpt.save({}, 8)
-            assert ckpt._core.upkeep.exempt() == {8}
-
-    run_virtual(scenario(), seed=0)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        watching = _Watching(ckpt)
+        handle = ckpt.save({"x": watching}, 7)
+        assert watching.exempt == {7}
+        assert ckpt._core.upkeep.exempt() == {7}
+        await handle
+        await ckpt.save({}, 8)
+        assert ckpt._core.upkeep.exempt() == {8}
 
 
 @pytest.mark.parametrize("num_turns", range(6))
@@ -212,38 +209,32 @@ async def test_a_step_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> N
     assert log.of(RetentionFailed) == []
 
 
-def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> None:
     """It went back, which the order of the saves here does not say."""
-
-    async def scenario() -> None:
-        async with (
-            engines() as (engine,),
-            checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt,
-        ):
-            handle = ckpt.save(filled_state(SIZES, 1), 10)
-            await handle
-            async with checkpointer_on(engine, tmp_path) as other:
-                await other.save(filled_state(SIZES, 2), 3)
-            date_ahead(tmp_path, 3)
-            ckpt._core.upkeep.follow(handle._moments)  # as once the step is copied
-        assert committed_steps(tmp_path) == [3, 10]
-
-    run_virtual(scenario(), seed=0)
+    async with (
+        engines() as (engine,),
+        checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt,
+    ):
+        handle = ckpt.save(filled_state(SIZES, 1), 10)
+        await handle
+        async with checkpointer_on(engine, tmp_path) as other:
+            await other.save(filled_state(SIZES, 2), 3)
+        date_ahead(tmp_path, 3)
+        ckpt._core.upkeep.follow(handle._moments)  # as once the step is copied
+    assert committed_steps(tmp_path) == [3, 10]
 
 
-def test_what_is_removed_by_hand_is_not_what_was_saved_last(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_is_removed_by_hand_is_not_what_was_saved_last(tmp_path: Path) -> None:
     """Of a save that was called before it and ends after that, the step is."""
-
-    async def scenario() -> None:
-        async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
-            for step in (3, 10):
-                await ckpt.save(filled_state(SIZES, step), step)
-            upkeep = ckpt._core.upkeep
-            assert upkeep.exempt() == {10}
-            await ckpt.discard_after(5)
-            assert upkeep.exempt() == {3}
-
-    run_virtual(scenario(), seed=0)
+    async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+        for step in (3, 10):
+            await ckpt.save(filled_state(SIZES, step), step)
+        upkeep = ckpt._core.upkeep
+        assert upkeep.exempt() == {10}
+        await ckpt.discard_after(5)
+        assert upkeep.exempt() == {3}
 
 
 @given(seed=seeds, is_second_slow=st.booleans())
@@ -323,52 +314,47 @@ class _Failing(LocalRoot):
         return [error if name == self.failing else each for name, each in pairs]
 
 
-def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
     """A policy that sees fewer steps than there are lets the wrong ones go."""
-
-    async def scenario() -> None:
-        async with engines() as (engine,):
-            async with checkpointer_on(engine, tmp_path) as ckpt:
-                for step in range(1, 5):
-                    await ckpt.save(filled_state(SIZES, step), step)
-            log = EventLog()
-            threads = Threads(1, "ckptio")
-            root = _Failing(str(tmp_path), SMALL, threads, log)
-            keeper = Keeper(root, threads, log)
-            root.failing = step_name(3)
-            with pytest.raises(StorageError, match="cannot read"):
-                await keeper.plan(KeepLast(1))
-            assert [record.step for record in await keeper.records()] == [1, 2, 4]
-            root.failing = ""
-            assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
-            root.failing = step_name(3)  # known by now, and not read again
-            assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
-            threads.shutdown()
-
-    run_virtual(scenario(), seed=0)
+    async with engines() as (engine,):
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            for step in range(1, 5):
+                await ckpt.save(filled_state(SIZES, step), step)
+        log = EventLog()
+        threads = Threads(1, "ckptio")
+        root = _Failing(str(tmp_path), SMALL, threads, log)
+        keeper = Keeper(root, threads, log)
+        root.failing = step_name(3)
+        with pytest.raises(StorageError, match="cannot read"):
+            await keeper.plan(KeepLast(1))
+        assert [record.step for record in await keeper.records()] == [1, 2, 4]
+        root.failing = ""
+        assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
+        root.failing = step_name(3)  # known by now, and not read again
+        assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
+        threads.shutdown()
 
 
-def test_a_manifest_that_is_no_file_ends_no_retention(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_manifest_that_is_no_file_ends_no_retention(tmp_path: Path) -> None:
     """It is never read, however often it is tried; as a damaged one, it is not counted."""
     log = EventLog()
 
-    async def scenario() -> None:
-        async with engines(log=log) as (engine,):
-            async with checkpointer_on(engine, tmp_path) as ckpt:
-                for step in (1, 2):
-                    await ckpt.save(filled_state(SIZES, step), step)
-            manifest = tmp_path / step_name(2) / "manifest.json"
-            manifest.unlink()
-            manifest.mkdir()
-            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
-                await ckpt.save(filled_state(SIZES, 3), 3)
-            async with checkpointer_on(engine, tmp_path) as ckpt:
-                assert await ckpt.steps() == (2, 3)
-                with pytest.raises(FormatError) as caught:
-                    await ckpt.discard_after(1)
-                assert "by hand" in caught.value.__notes__[0]
-
-    run_virtual(scenario(), seed=0)
+    async with engines(log=log) as (engine,):
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            for step in (1, 2):
+                await ckpt.save(filled_state(SIZES, step), step)
+        manifest = tmp_path / step_name(2) / "manifest.json"
+        manifest.unlink()
+        manifest.mkdir()
+        async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+            await ckpt.save(filled_state(SIZES, 3), 3)
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            assert await ckpt.steps() == (2, 3)
+            with pytest.raises(FormatError) as caught:
+                await ckpt.discard_after(1)
+            assert "by hand" in caught.value.__notes__[0]
     assert log.of(RetentionFailed) == []
 
 
@@ -565,7 +551,8 @@ async def save_steps(engine: Engine, root: Path, num_steps: int, **options: Any)
 
 
 @pytest.mark.parametrize(("num_ranks", "full"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
-def test_a_full_disk_is_cleared_of_what_dead_saves_left(
+@in_virtual_time
+async def test_a_full_disk_is_cleared_of_what_dead_saves_left(
     tmp_path: Path, num_ranks: int, full: list[int]
 ) -> None:
     """Of other steps, too, whichever rank finds no room: the next save has some."""
@@ -590,16 +577,14 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(
             await asyncio.sleep(10)
             await ckpt.save(state, 7)
 
-    async def scenario() -> None:
-        async with engines(num_ranks, files=RecordingFiles(fail)) as group:
-            await on_each(group, body)
-
-    run_virtual(scenario(), seed=0)
+    async with engines(num_ranks, files=RecordingFiles(fail)) as group:
+        await on_each(group, body)
     assert committed_steps(tmp_path) == [7]
     assert not dead.exists()
 
 
-def test_a_full_disk_is_cleared_of_what_dead_saves_left_whatever_a_policy_does(
+@in_virtual_time
+async def test_a_full_disk_is_cleared_of_what_dead_saves_left_whatever_a_policy_does(
     tmp_path: Path,
 ) -> None:
     """One that raises says what may not go, and no more."""
@@ -612,26 +597,24 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left_whatever_a_policy_does(
     def decide(_: StepRecord) -> bool:
         raise ZeroDivisionError
 
-    async def scenario() -> None:
-        async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            await save_steps(engine, tmp_path, 2)
-            with stopped_save(dead, "truncate") as process:
-                process.kill()
-                process.wait()
-            options = {"keep": KeepIf(decide), "sweep_after_s": 3600}
-            async with checkpointer_on(engine, tmp_path, **options) as ckpt:
-                await ckpt.load()
-                with pytest.raises(StorageError, match="no room"):
-                    await ckpt.save(filled_state(SIZES, 3), 3)
-                await asyncio.sleep(10)
+    async with engines(1, files=RecordingFiles(fail)) as (engine,):
+        await save_steps(engine, tmp_path, 2)
+        with stopped_save(dead, "truncate") as process:
+            process.kill()
+            process.wait()
+        options = {"keep": KeepIf(decide), "sweep_after_s": 3600}
+        async with checkpointer_on(engine, tmp_path, **options) as ckpt:
+            await ckpt.load()
+            with pytest.raises(StorageError, match="no room"):
                 await ckpt.save(filled_state(SIZES, 3), 3)
-
-    run_virtual(scenario(), seed=0)
+            await asyncio.sleep(10)
+            await ckpt.save(filled_state(SIZES, 3), 3)
     assert committed_steps(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("loaded", "left"), [(4, [3, 4]), (1, [1, 3, 4]), (None, [1, 2, 3, 4])])
-def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
+@in_virtual_time
+async def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
     tmp_path: Path, loaded: int | None, left: list[int]
 ) -> None:
     """An earlier run kept them, and no save has room as they are there; what was loaded stays."""
@@ -641,20 +624,17 @@ def test_a_full_disk_is_cleared_of_steps_that_are_not_kept(
         if operation.kind == "pwrite" and step_name(5) in operation.path and is_full:
             raise OSError(errno.ENOSPC, "no room")
 
-    async def scenario() -> None:
-        async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            await save_steps(engine, tmp_path, 4)
-            async with checkpointer_on(engine, tmp_path, keep=KeepLast(2)) as ckpt:
-                if loaded is not None:
-                    await ckpt.load(step=loaded)
-                with pytest.raises(StorageError, match="no room"):
-                    await ckpt.save(filled_state(SIZES, 5), 5)
-                await asyncio.sleep(10)
-                assert committed_steps(tmp_path) == left
-                if loaded is not None:
-                    await ckpt.save(filled_state(SIZES, 5), 5)
-
-    run_virtual(scenario(), seed=0)
+    async with engines(1, files=RecordingFiles(fail)) as (engine,):
+        await save_steps(engine, tmp_path, 4)
+        async with checkpointer_on(engine, tmp_path, keep=KeepLast(2)) as ckpt:
+            if loaded is not None:
+                await ckpt.load(step=loaded)
+            with pytest.raises(StorageError, match="no room"):
+                await ckpt.save(filled_state(SIZES, 5), 5)
+            await asyncio.sleep(10)
+            assert committed_steps(tmp_path) == left
+            if loaded is not None:
+                await ckpt.save(filled_state(SIZES, 5), 5)
     assert committed_steps(tmp_path) == ([1, 2, 3, 4] if loaded is None else [4, 5])
 
 
@@ -694,7 +674,8 @@ def test_a_sweep_of_a_full_disk_does_not_put_off_the_regular_one(
     assert began == [(0, 1000), (900, 0), (1100, 1000)]
 
 
-def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path) -> None:
     """Else no copy has room for good, and the first tier keeps every step, as its copy is owed."""
     near, far = tmp_path / "near", tmp_path / "far"
     dead = far / step_name(9)
@@ -705,44 +686,39 @@ def test_a_full_second_tier_is_cleared_of_steps_that_are_not_kept(tmp_path: Path
         if operation.kind == "pwrite" and is_copy and is_full:
             raise OSError(errno.ENOSPC, "no room")
 
-    async def scenario() -> None:
-        async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            await save_steps(engine, near, 3, then=far)
-            with stopped_save(dead, "truncate") as process:
-                process.kill()
-                process.wait()
-            options = {"keep": KeepLast(2), "sweep_after_s": 3600}
-            async with checkpointer_on(engine, near, then=far, **options) as ckpt:
-                await asyncio.sleep(1)  # what earlier runs owed was looked for
-                with pytest.raises(StorageError, match="no room"):
-                    await ckpt.save(filled_state(SIZES, 4), 4).durable
-                await asyncio.sleep(10)
-                assert committed_steps(far) == [2, 3]
-                assert not dead.exists()
-                await ckpt.save(filled_state(SIZES, 5), 5).durable
-
-    run_virtual(scenario(), seed=0)
+    async with engines(1, files=RecordingFiles(fail)) as (engine,):
+        await save_steps(engine, near, 3, then=far)
+        with stopped_save(dead, "truncate") as process:
+            process.kill()
+            process.wait()
+        options = {"keep": KeepLast(2), "sweep_after_s": 3600}
+        async with checkpointer_on(engine, near, then=far, **options) as ckpt:
+            await asyncio.sleep(1)  # what earlier runs owed was looked for
+            with pytest.raises(StorageError, match="no room"):
+                await ckpt.save(filled_state(SIZES, 4), 4).durable
+            await asyncio.sleep(10)
+            assert committed_steps(far) == [2, 3]
+            assert not dead.exists()
+            await ckpt.save(filled_state(SIZES, 5), 5).durable
     assert committed_steps(far)[-1] == 5
 
 
-def test_all_that_a_run_has_loaded_stay_on_a_full_disk(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_all_that_a_run_has_loaded_stay_on_a_full_disk(tmp_path: Path) -> None:
     """It goes on from the first of them, and has looked at another one; which, nobody knows."""
 
     def fail(operation: Operation) -> None:
         if operation.kind == "pwrite" and step_name(5) in operation.path:
             raise OSError(errno.ENOSPC, "no room")
 
-    async def scenario() -> None:
-        async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            await save_steps(engine, tmp_path, 4)
-            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
-                await ckpt.load(step=1)
-                await ckpt.load(step=3)
-                with pytest.raises(StorageError, match="no room"):
-                    await ckpt.save(filled_state(SIZES, 5), 5)
-                await asyncio.sleep(10)
-
-    run_virtual(scenario(), seed=0)
+    async with engines(1, files=RecordingFiles(fail)) as (engine,):
+        await save_steps(engine, tmp_path, 4)
+        async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+            await ckpt.load(step=1)
+            await ckpt.load(step=3)
+            with pytest.raises(StorageError, match="no room"):
+                await ckpt.save(filled_state(SIZES, 5), 5)
+            await asyncio.sleep(10)
     assert committed_steps(tmp_path) == [1, 3, 4]
 
 
@@ -774,7 +750,8 @@ def test_what_a_run_went_back_to_stays_on_the_second_tier_until_a_copy_is_there(
     assert committed_steps(far) in ([5, 7], [5, 6, 7])  # a copy that comes late is looked at later
 
 
-def test_the_second_tier_stays_as_it_is_until_a_copy_is_there(
+@in_virtual_time
+async def test_the_second_tier_stays_as_it_is_until_a_copy_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where what earlier runs owed is made just as a save of this one is committed."""
@@ -784,30 +761,28 @@ def test_the_second_tier_stays_as_it_is_until_a_copy_is_there(
         if operation.kind == "pwrite" and f"{far / step_name(4)}/" in operation.path:
             seen.append(committed_steps(far))
 
-    async def scenario() -> None:
-        is_committed = asyncio.Event()
+    is_committed = asyncio.Event()
 
-        async def take_up(_: SecondTier, root: str) -> None:
-            del root
-            await is_committed.wait()
+    async def take_up(_: SecondTier, root: str) -> None:
+        del root
+        await is_committed.wait()
 
-        async with engines(1, files=RecordingFiles(look)) as (engine,):
-            await save_steps(engine, tmp_path / "lost", 3, then=far)
-            monkeypatch.setattr(SecondTier, "take_up", take_up)
-            options = {"then": far, "keep": KeepLast(1)}
-            async with checkpointer_on(engine, tmp_path / "near", **options) as ckpt:
-                save = ckpt.save(filled_state(SIZES, 4), 4)
-                await save
-                is_committed.set()
-                await save.durable
-
-    run_virtual(scenario(), seed=0)
+    async with engines(1, files=RecordingFiles(look)) as (engine,):
+        await save_steps(engine, tmp_path / "lost", 3, then=far)
+        monkeypatch.setattr(SecondTier, "take_up", take_up)
+        options = {"then": far, "keep": KeepLast(1)}
+        async with checkpointer_on(engine, tmp_path / "near", **options) as ckpt:
+            save = ckpt.save(filled_state(SIZES, 4), 4)
+            await save
+            is_committed.set()
+            await save.durable
     assert seen
     assert all(steps == [1, 2, 3] for steps in seen)
     assert committed_steps(far) == [4]
 
 
-def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path) -> None:
     """A run with `keep_local=` takes over from one without: nothing else may go there."""
     near, far = tmp_path / "near", tmp_path / "far"
 
@@ -816,18 +791,15 @@ def test_a_full_first_tier_is_cleared_of_what_the_second_one_has(tmp_path: Path)
         if operation.kind == "pwrite" and step_name(4) in operation.path and is_full:
             raise OSError(errno.ENOSPC, "no room")
 
-    async def scenario() -> None:
-        async with engines(1, files=RecordingFiles(fail)) as (engine,):
-            await save_steps(engine, near, 3, then=far)
-            async with checkpointer_on(engine, near, then=far, keep_local=1) as ckpt:
-                await ckpt.load()
-                with pytest.raises(StorageError, match="no room"):
-                    await ckpt.save(filled_state(SIZES, 4), 4)
-                await asyncio.sleep(10)
-                assert committed_steps(near) == [3]
-                await ckpt.save(filled_state(SIZES, 4), 4).durable
-
-    run_virtual(scenario(), seed=0)
+    async with engines(1, files=RecordingFiles(fail)) as (engine,):
+        await save_steps(engine, near, 3, then=far)
+        async with checkpointer_on(engine, near, then=far, keep_local=1) as ckpt:
+            await ckpt.load()
+            with pytest.raises(StorageError, match="no room"):
+                await ckpt.save(filled_state(SIZES, 4), 4)
+            await asyncio.sleep(10)
+            assert committed_steps(near) == [3]
+            await ckpt.save(filled_state(SIZES, 4), 4).durable
     assert committed_steps(far) == [1, 2, 3, 4]
 
 
@@ -944,7 +916,8 @@ async def test_a_step_that_goes_before_it_is_read_is_no_failure(
     assert list(await keeper.plan(KeepLast(1), found=found)) == [2]
 
 
-def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> None:
+@in_virtual_time
+async def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> None:
     """What has gone is an event."""
     log = EventLog()
 
@@ -954,13 +927,10 @@ def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> N
             await outlive(asyncio.ensure_future(asyncio.sleep(60)))  # as for its thread
             return 10
 
-    async def scenario() -> None:
-        keeper = Keeper(SlowRoot("/run", SMALL, threads, log), threads, log)
-        removing = asyncio.ensure_future(keeper.remove(3))
-        await asyncio.sleep(0.5)
-        removing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await removing
-
-    run_virtual(scenario(), seed=0)
+    keeper = Keeper(SlowRoot("/run", SMALL, threads, log), threads, log)
+    removing = asyncio.ensure_future(keeper.remove(3))
+    await asyncio.sleep(0.5)
+    removing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await removing
     assert [event.step for event in log.of(CheckpointRemoved)] == [3]

@@ -15,6 +15,7 @@ from ckptio.moments import SaveMoments
 from ckptio.storage.files import PosixFiles
 from ckptio.testing import run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +71,8 @@ def test_the_third_failure_in_a_row_is_raised_by_the_next_save(tmp_path: Path) -
     assert committed_steps(tmp_path) == [2, 9]
 
 
-def test_the_last_save_of_a_run_is_tried_whatever_became_of_others(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_the_last_save_of_a_run_is_tried_whatever_became_of_others(tmp_path: Path) -> None:
     """There is no other moment for it; leaving the block tells of them."""
     disk = Disk()
 
@@ -85,16 +87,14 @@ def test_the_last_save_of_a_run_is_tried_whatever_became_of_others(tmp_path: Pat
             assert await checkpointer.should_save(4)
             await save(checkpointer, 4)
 
-    async def scenario() -> None:
-        async with engines(files=disk) as (engine,):
-            with pytest.raises(StorageError, match="step-00000001"):
-                await train(engine)
-
-    run_virtual(scenario(), seed=0)
+    async with engines(files=disk) as (engine,):
+        with pytest.raises(StorageError, match="step-00000001"):
+            await train(engine)
     assert committed_steps(tmp_path) == [4]
 
 
-def test_what_ranks_disagree_on_is_raised_by_the_next_save(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_ranks_disagree_on_is_raised_by_the_next_save(tmp_path: Path) -> None:
     """It would be refused again, at each step; on all ranks alike."""
 
     async def body(rank: int, engine: Engine) -> None:
@@ -104,15 +104,13 @@ def test_what_ranks_disagree_on_is_raised_by_the_next_save(tmp_path: Path) -> No
                 checkpointer.save({"w": torch.ones(3)}, 2)
             await save(checkpointer, 3)
 
-    async def scenario() -> None:
-        async with engines(2) as group:
-            assert await on_each(group, body) == [None, None]
-
-    run_virtual(scenario(), seed=0)
+    async with engines(2) as group:
+        assert await on_each(group, body) == [None, None]
     assert committed_steps(tmp_path) == [3]
 
 
-def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
     """A rank lets go of what it was to write, and another has that still: that one stages it."""
 
     async def body(rank: int, engine: Engine) -> None:
@@ -127,13 +125,10 @@ def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
                 await save(checkpointer, 2, average)
             await save(checkpointer, 3, {} if rank else average)
 
-    async def scenario() -> None:
-        async with engines(2) as group:
-            told, none = await on_each(group, body)
-            assert "step-00000002" in str(told)  # when it left: nobody had seen that
-            assert none is None
-
-    run_virtual(scenario(), seed=0)
+    async with engines(2) as group:
+        told, none = await on_each(group, body)
+        assert "step-00000002" in str(told)  # when it left: nobody had seen that
+        assert none is None
     assert committed_steps(tmp_path) == [1, 3]
 
 

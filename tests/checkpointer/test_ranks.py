@@ -37,6 +37,7 @@ from tests.checkpointer.rig import (
     on_each,
 )
 from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -91,26 +92,25 @@ def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
     assert committed_steps(tmp_path) == [9]
 
 
-def test_what_cannot_be_opened_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_cannot_be_opened_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
     """Nobody waits for the rank that does not come, and all may try once more."""
 
-    async def scenario() -> None:
-        async def body(rank: int, engine: Engine) -> None:
-            root = "nonesuch://run" if rank == 1 else tmp_path
-            with pytest.raises(ConfigError if rank == 1 else RankError, match="nonesuch"):
-                async with checkpointer_on(engine, root):
-                    pass
-            async with checkpointer_on(engine, tmp_path) as ckpt:
-                assert await ckpt.latest() is None
+    async def body(rank: int, engine: Engine) -> None:
+        root = "nonesuch://run" if rank == 1 else tmp_path
+        with pytest.raises(ConfigError if rank == 1 else RankError, match="nonesuch"):
+            async with checkpointer_on(engine, root):
+                pass
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            assert await ckpt.latest() is None
 
-        async with engines(3) as group:
-            assert await on_each(group, body) == [None] * 3
-        assert asyncio.get_running_loop().time() < 10
-
-    run_virtual(scenario(), seed=0)
+    async with engines(3) as group:
+        assert await on_each(group, body) == [None] * 3
+    assert asyncio.get_running_loop().time() < 10
 
 
-def test_ranks_that_save_at_no_step_are_told_once(
+@in_virtual_time
+async def test_ranks_that_save_at_no_step_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By rank 0, whose log is the one that is read."""
@@ -119,11 +119,8 @@ def test_ranks_that_save_at_no_step_are_told_once(
         async with checkpointer_on(engine, tmp_path) as ckpt:
             assert not await ckpt.should_save(1)
 
-    async def scenario() -> None:
-        async with engines(3) as group:
-            assert await on_each(group, body) == [None] * 3
-
-    run_virtual(scenario(), seed=0)
+    async with engines(3) as group:
+        assert await on_each(group, body) == [None] * 3
     assert ["says yes to no step" in line for line in caplog.messages] == [True]
 
 
@@ -216,7 +213,8 @@ def test_a_last_save_that_takes_too_long_is_aborted(
 @pytest.mark.parametrize(
     ("error", "words"), [(SaveAbortedError, r"within 0\.05 s"), (KeyError, "of the loop")]
 )
-def test_a_missed_deadline_is_said_before_other_failures(
+@in_virtual_time
+async def test_a_missed_deadline_is_said_before_other_failures(
     tmp_path: Path, error: type[Exception], words: str
 ) -> None:
     """But an error that leaves the block is what its caller gets."""
@@ -233,12 +231,9 @@ def test_a_missed_deadline_is_said_before_other_failures(
             if error is KeyError:
                 raise KeyError(words)
 
-    async def scenario() -> None:
-        async with engines() as (engine,):
-            with pytest.raises(error, match=words):
-                await train(engine)
-
-    run_virtual(scenario(), seed=0)
+    async with engines() as (engine,):
+        with pytest.raises(error, match=words):
+            await train(engine)
 
 
 @given(seed=seeds, at_s=st.floats(0, 0.3))
@@ -260,20 +255,18 @@ def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: flo
         committed_steps(Path(name))  # each is whole
 
 
-def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
     """When they enter, on every rank."""
 
     async def body(rank: int, engine: Engine) -> None:
         async with checkpointer_on(engine, tmp_path, every=SaveEvery(steps=rank + 1)):
             raise AssertionError("entered")
 
-    async def scenario() -> None:
-        async with engines(2) as group:
-            for error in await on_each(group, body):
-                assert isinstance(error, RankError)
-                assert "alike on all ranks" in str(error)
-
-    run_virtual(scenario(), seed=0)
+    async with engines(2) as group:
+        for error in await on_each(group, body):
+            assert isinstance(error, RankError)
+            assert "alike on all ranks" in str(error)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -298,7 +291,8 @@ def test_ranks_that_ask_for_different_steps_discard_none(tmp_path: Path, who: in
     assert committed_steps(tmp_path) == [1, 2, 3]
 
 
-def test_metrics_that_one_rank_cannot_give_fail_the_save_on_all(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_metrics_that_one_rank_cannot_give_fail_the_save_on_all(tmp_path: Path) -> None:
     """Nobody waits for it, and the next save is one of all ranks again."""
 
     async def body(rank: int, engine: Engine) -> None:
@@ -307,11 +301,8 @@ def test_metrics_that_one_rank_cannot_give_fail_the_save_on_all(tmp_path: Path) 
                 await ckpt.save(state_of(1), 1, metrics={"loss": "x" if rank else 1.0})  # type: ignore[dict-item]  # refused
             await ckpt.save(state_of(2), 2)
 
-    async def scenario() -> None:
-        async with engines(2) as group:
-            assert await on_each(group, body) == [None, None]
-
-    run_virtual(scenario(), seed=0)
+    async with engines(2) as group:
+        assert await on_each(group, body) == [None, None]
     assert committed_steps(tmp_path) == [2]
 
 

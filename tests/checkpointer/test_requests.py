@@ -15,6 +15,7 @@ from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SAVE_IDS, assert_same, filled_state
 from tests.storage.object_rig import DictStore
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -135,119 +136,106 @@ def test_few_local_steps_cost_no_look_at_every_copy() -> None:
     assert few == many
 
 
-def test_a_higher_name_that_is_no_step_is_not_taken_for_one() -> None:
+@in_virtual_time
+async def test_a_higher_name_that_is_no_step_is_not_taken_for_one() -> None:
     """Neither by the latest step, nor by a load, nor by what warns of a higher one."""
-
-    async def scenario() -> None:
-        store, log = await store_with(3), EventLog()
-        store.set(f"run/{step_name(9)}/.attempt-{SAVE_IDS[1]}", b"")
-        async with engines(store=store, log=log) as (engine,):
-            async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
-                assert await ckpt.latest() == 2
-                assert_same(await ckpt.load(), state_of(0))
-                await save(ckpt, 3)
-                assert log.of(HigherStepFound) == []
-                assert await ckpt.steps() == (0, 1, 2, 3)
-            async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
-                assert await ckpt.discard_after(1) == (2, 3)
-                await ckpt.save(state_of(1), 1, overwrite=True)
-            async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
-                await ckpt.save(state_of(0), 0, overwrite=True)
-        (event,) = log.of(HigherStepFound)
-        assert (event.step, event.highest) == (0, 1)
-
-    run_virtual(scenario(), seed=0)
+    store, log = await store_with(3), EventLog()
+    store.set(f"run/{step_name(9)}/.attempt-{SAVE_IDS[1]}", b"")
+    async with engines(store=store, log=log) as (engine,):
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
+            assert await ckpt.latest() == 2
+            assert_same(await ckpt.load(), state_of(0))
+            await save(ckpt, 3)
+            assert log.of(HigherStepFound) == []
+            assert await ckpt.steps() == (0, 1, 2, 3)
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
+            assert await ckpt.discard_after(1) == (2, 3)
+            await ckpt.save(state_of(1), 1, overwrite=True)
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt:
+            await ckpt.save(state_of(0), 0, overwrite=True)
+    (event,) = log.of(HigherStepFound)
+    assert (event.step, event.highest) == (0, 1)
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("is_load", [True, False])
-def test_a_step_that_takes_the_place_of_another_is_found(*, is_listed: bool, is_load: bool) -> None:
+@in_virtual_time
+async def test_a_step_that_takes_the_place_of_another_is_found(
+    *, is_listed: bool, is_load: bool
+) -> None:
     """One of the two is there at every moment; who looks at both comes too early and too late."""
+    store = await store_with(1)
+    old = f"run/{step_name(0)}/"
+    new = {key.replace(step_name(0), step_name(1)): d for key, d in store.objects.items()}
+    if is_listed:
+        store.set(f"run/{step_name(1)}/.attempt-{SAVE_IDS[1]}", b"")
 
-    async def scenario() -> None:
-        store = await store_with(1)
-        old = f"run/{step_name(0)}/"
-        new = {key.replace(step_name(0), step_name(1)): d for key, d in store.objects.items()}
-        if is_listed:
-            store.set(f"run/{step_name(1)}/.attempt-{SAVE_IDS[1]}", b"")
+    def pass_on(kind: str, key: str) -> None:
+        if (kind, key) == ("head", f"{old}manifest.json"):
+            for each, data in new.items():
+                store.set(each, data)
+            gone = key if is_listed else old  # what it is made of goes a little later
+            for each in [each for each in store.objects if each.startswith(gone)]:
+                del store.objects[each]
 
-        def pass_on(kind: str, key: str) -> None:
-            if (kind, key) == ("head", f"{old}manifest.json"):
-                for each, data in new.items():
-                    store.set(each, data)
-                gone = key if is_listed else old  # what it is made of goes a little later
-                for each in [each for each in store.objects if each.startswith(gone)]:
-                    del store.objects[each]
-
-        store.on_request = pass_on
-        async with (
-            engines(store=store) as (engine,),
-            checkpointer_on(engine, "dict://run") as ckpt,
-        ):
-            if is_load:
-                assert_same(await ckpt.load(), state_of(0))
-            else:
-                assert await ckpt.latest() == 1
-
-    run_virtual(scenario(), seed=0)
+    store.on_request = pass_on
+    async with (
+        engines(store=store) as (engine,),
+        checkpointer_on(engine, "dict://run") as ckpt,
+    ):
+        if is_load:
+            assert_same(await ckpt.load(), state_of(0))
+        else:
+            assert await ckpt.latest() == 1
 
 
-def test_names_that_are_no_steps_are_listed_twice_and_no_more() -> None:
+@in_virtual_time
+async def test_names_that_are_no_steps_are_listed_twice_and_no_more() -> None:
     """Of a run that was never committed."""
-
-    async def scenario() -> None:
-        store = DictStore()
-        for step in (1, 2):
-            store.set(f"run/{step_name(step)}/.attempt-{SAVE_IDS[1]}", b"")
-        async with (
-            engines(store=store) as (engine,),
-            checkpointer_on(engine, "dict://run") as ckpt,
-        ):
-            assert await ckpt.latest() is None
-            assert count(store) == {"list": 2, "head": 4}
-
-    run_virtual(scenario(), seed=0)
+    store = DictStore()
+    for step in (1, 2):
+        store.set(f"run/{step_name(step)}/.attempt-{SAVE_IDS[1]}", b"")
+    async with (
+        engines(store=store) as (engine,),
+        checkpointer_on(engine, "dict://run") as ckpt,
+    ):
+        assert await ckpt.latest() is None
+        assert count(store) == {"list": 2, "head": 4}
 
 
-def test_a_long_run_sweeps_again_every_hour() -> None:
+@in_virtual_time
+async def test_a_long_run_sweeps_again_every_hour() -> None:
     """What died in the meantime goes behind the next commit, not behind each."""
-
-    async def scenario() -> None:
-        store, log = await store_with(20), EventLog()
-        async with (
-            engines(store=store, log=log) as (engine,),
-            checkpointer_on(engine, "dict://run", sweep_after_s=1.0) as ckpt,
-        ):
-            await opened(ckpt)
-            dead = f"run/{step_name(8)}/data-{SAVE_IDS[1]}-00000-00000.safetensors"
-            del store.objects[dead.rpartition("/")[0] + "/manifest.json"]
-            store.set(dead, b"x", age_s=2 * QUIET_S)
-            await save(ckpt, 20)
-            assert dead in store.objects
-            await asyncio.sleep(QUIET_S)
-            await save(ckpt, 21)
-            assert dead not in store.objects
-            assert len(log.of(LeftoversRemoved)) == 1
-            await asyncio.sleep(QUIET_S / 2)
-            count(store)
-            await save(ckpt, 22)
-            assert count(store)["head"] < 10
-
-    run_virtual(scenario(), seed=0)
+    store, log = await store_with(20), EventLog()
+    async with (
+        engines(store=store, log=log) as (engine,),
+        checkpointer_on(engine, "dict://run", sweep_after_s=1.0) as ckpt,
+    ):
+        await opened(ckpt)
+        dead = f"run/{step_name(8)}/data-{SAVE_IDS[1]}-00000-00000.safetensors"
+        del store.objects[dead.rpartition("/")[0] + "/manifest.json"]
+        store.set(dead, b"x", age_s=2 * QUIET_S)
+        await save(ckpt, 20)
+        assert dead in store.objects
+        await asyncio.sleep(QUIET_S)
+        await save(ckpt, 21)
+        assert dead not in store.objects
+        assert len(log.of(LeftoversRemoved)) == 1
+        await asyncio.sleep(QUIET_S / 2)
+        count(store)
+        await save(ckpt, 22)
+        assert count(store)["head"] < 10
 
 
-def test_the_latest_step_does_not_wait_for_a_look_at_all() -> None:
+@in_virtual_time
+async def test_the_latest_step_does_not_wait_for_a_look_at_all() -> None:
     """Requests wait in line, and a run begins with a sweep and this question."""
-
-    async def scenario() -> None:
-        store = await store_with(300)
-        async with (
-            engines(store=store) as (engine,),
-            checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt,
-        ):
-            count(store)
-            store.max_delay_s = 0.02
-            assert await ckpt.latest() == 299
-            assert count(store)["head"] < 150
-
-    run_virtual(scenario(), seed=0)
+    store = await store_with(300)
+    async with (
+        engines(store=store) as (engine,),
+        checkpointer_on(engine, "dict://run", sweep_after_s=3600.0) as ckpt,
+    ):
+        count(store)
+        store.max_delay_s = 0.02
+        assert await ckpt.latest() == 299
+        assert count(store)["head"] < 150

@@ -15,9 +15,10 @@ from ckptio import ConfigError, EngineClosedError, sync
 from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.events import Preempted
-from ckptio.testing import EventLog, run_virtual
+from ckptio.testing import EventLog
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -373,7 +374,8 @@ def test_what_could_not_be_opened_hears_signals_when_it_is(
 
 
 @pytest.mark.parametrize("reason", ["going", ""])
-def test_a_call_before_the_block_is_heard_in_it(tmp_path: Path, reason: str) -> None:
+@in_virtual_time
+async def test_a_call_before_the_block_is_heard_in_it(tmp_path: Path, reason: str) -> None:
     """A handler of one's own may call while an engine still waits for other ranks."""
 
     async def body(rank: int, engine: Engine) -> bool:
@@ -386,16 +388,14 @@ def test_a_call_before_the_block_is_heard_in_it(tmp_path: Path, reason: str) -> 
                 await checkpointer.should_save(step)
             return checkpointer.preempted
 
-    async def scenario() -> None:
-        log = EventLog()
-        async with engines(2, log=log) as group:
-            assert await on_each(group, body) == [True, True]
-        assert [event.reason for event in log.of(Preempted)] == [reason or "asked for"] * 2
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    async with engines(2, log=log) as group:
+        assert await on_each(group, body) == [True, True]
+    assert [event.reason for event in log.of(Preempted)] == [reason or "asked for"] * 2
 
 
-def test_ranks_are_told_that_nobody_asks_when_to_save(
+@in_virtual_time
+async def test_ranks_are_told_that_nobody_asks_when_to_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would save at different steps."""
@@ -406,9 +406,6 @@ def test_ranks_are_told_that_nobody_asks_when_to_save(
             await asyncio.sleep(1)
             assert not checkpointer.preempted
 
-    async def scenario() -> None:
-        async with engines(2) as group:
-            assert await on_each(group, body) == [None, None]
-
-    run_virtual(scenario(), seed=0)
+    async with engines(2) as group:
+        assert await on_each(group, body) == [None, None]
     assert "going: should_save() says when to save last, and is not called here" in caplog.text

@@ -16,6 +16,7 @@ from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.ranks.interface import Deadlines
 from ckptio.testing import MemoryRanks, run_virtual
 from tests.rig import num_rounds
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,20 +130,17 @@ def test_all_ranks_save_at_the_same_steps_by_time(
     run_virtual(scenario(), seed=seed)
 
 
-def test_the_clock_of_no_other_rank_decides() -> None:
+@in_virtual_time
+async def test_the_clock_of_no_other_rank_decides() -> None:
     """Those that are ahead would have all save more often than was asked for."""
-
-    async def scenario() -> None:
-        async with MemoryRanks(2, deadlines=DEADLINES) as world:
-            trainers = [
-                Trainer(ranks, 0, every_s=rank or None) for rank, ranks in enumerate(world.ranks)
-            ]
-            async with asyncio.TaskGroup() as group:
-                for trainer in trainers:
-                    group.create_task(trainer.train(200), name=f"train {trainer.ranks.rank}")
-            assert [trainer.saved for trainer in trainers] == [[], []]
-
-    run_virtual(scenario(), seed=0)
+    async with MemoryRanks(2, deadlines=DEADLINES) as world:
+        trainers = [
+            Trainer(ranks, 0, every_s=rank or None) for rank, ranks in enumerate(world.ranks)
+        ]
+        async with asyncio.TaskGroup() as group:
+            for trainer in trainers:
+                group.create_task(trainer.train(200), name=f"train {trainer.ranks.rank}")
+        assert [trainer.saved for trainer in trainers] == [[], []]
 
 
 @given(world_size=st.integers(1, 3), every_s=st.sampled_from([0.0, 1e-9, 1e-3]), seed=seeds)
@@ -228,20 +226,17 @@ def test_nobody_waits_for_a_rank_that_leaves_as_a_call_comes(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", range(1, 4))
-def test_whoever_leaves_is_told_of_nothing_else(world_size: int) -> None:
+@in_virtual_time
+async def test_whoever_leaves_is_told_of_nothing_else(world_size: int) -> None:
     """Neither by itself nor beside others that leave at the same time."""
-
-    async def scenario() -> None:
-        async with MemoryRanks(world_size, deadlines=DEADLINES) as world:
-            trainers = [Trainer(ranks, 0) for ranks in world.ranks]
-            watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
-            await asyncio.sleep(1)
-            for task in watching:
-                task.cancel()
-            await asyncio.wait(watching)
-            assert all(task.cancelled() for task in watching)
-
-    run_virtual(scenario(), seed=0)
+    async with MemoryRanks(world_size, deadlines=DEADLINES) as world:
+        trainers = [Trainer(ranks, 0) for ranks in world.ranks]
+        watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
+        await asyncio.sleep(1)
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
+        assert all(task.cancelled() for task in watching)
 
 
 async def test_alone_a_call_is_for_the_next_step() -> None:

@@ -51,6 +51,7 @@ from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in, values_in
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -793,30 +794,27 @@ def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
     assert run_virtual(scenario(), seed=0) == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_a_second_tier_that_was_silent_is_looked_at_again_once_it_has_answered(
+@in_virtual_time
+async def test_a_second_tier_that_was_silent_is_looked_at_again_once_it_has_answered(
     tmp_path: Path,
 ) -> None:
     """One look that hangs is enough, as each takes a thread; what came of it ends that."""
-
-    async def scenario() -> None:
-        async with (
-            engines() as (engine,),
-            checkpointer_on(engine, tmp_path / "near", then=tmp_path / "far") as ckpt,
-        ):
-            tier = ckpt._core._second
-            assert tier is not None
-            hangs: Running[bool] = Running()
-            await tier.require_free(1, hangs)
-            tier._looking = hangs
-            assert tier.look_for(2) is None
-            hangs.end.set_result(False)
-            looking = tier.look_for(3)
-            assert looking is not None
-            assert not await looking.end.wrapped()
-            await tier.require_free(3, looking)
-            assert not tier._is_silent
-
-    run_virtual(scenario(), seed=0)
+    async with (
+        engines() as (engine,),
+        checkpointer_on(engine, tmp_path / "near", then=tmp_path / "far") as ckpt,
+    ):
+        tier = ckpt._core._second
+        assert tier is not None
+        hangs: Running[bool] = Running()
+        await tier.require_free(1, hangs)
+        tier._looking = hangs
+        assert tier.look_for(2) is None
+        hangs.end.set_result(False)
+        looking = tier.look_for(3)
+        assert looking is not None
+        assert not await looking.end.wrapped()
+        await tier.require_free(3, looking)
+        assert not tier._is_silent
 
 
 async def test_a_second_tier_that_hangs_holds_threads_of_its_own(tmp_path: Path) -> None:
@@ -833,16 +831,13 @@ async def test_a_second_tier_that_hangs_holds_threads_of_its_own(tmp_path: Path)
         assert root._executor is not first._executor
 
 
-def test_a_look_at_the_second_tier_that_fails_is_none() -> None:
+@in_virtual_time
+async def test_a_look_at_the_second_tier_that_fails_is_none() -> None:
     """Whoever copies the step will see."""
-
-    async def scenario() -> None:
-        for error in (asyncio.CancelledError(), RuntimeError("odd")):
-            looking: Running[bool] = Running()
-            looking.end.set_exception(error)
-            await SecondTier("/far", None).require_free(1, looking)
-
-    run_virtual(scenario(), seed=0)
+    for error in (asyncio.CancelledError(), RuntimeError("odd")):
+        looking: Running[bool] = Running()
+        looking.end.set_exception(error)
+        await SecondTier("/far", None).require_free(1, looking)
 
 
 def test_a_local_step_that_is_saved_over_as_it_goes_stays(

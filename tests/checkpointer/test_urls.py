@@ -31,6 +31,7 @@ from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, files_in, on_each
 from tests.rig import SMALL, assert_same, config_with, filled_state
 from tests.storage.object_rig import DictStore, put
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,23 +181,20 @@ class _SilentStore(DictStore):
         return await super().head(key)
 
 
-def test_a_commit_does_not_wait_long_for_a_second_tier_that_is_away() -> None:
+@in_virtual_time
+async def test_a_commit_does_not_wait_long_for_a_second_tier_that_is_away() -> None:
     """The first tier's checkpoint is what a save is for."""
-
-    async def scenario() -> None:
-        store = _SilentStore()
-        async with (
-            engines(store=store) as (engine,),
-            checkpointer_on(engine, "dict://near", then="dict://far") as ckpt,
-        ):
-            handle = ckpt.save(state_of(1), 1)
-            await handle
-            assert not store.speaks.is_set()
-            assert asyncio.get_running_loop().time() < 10
-            store.speaks.set()
-            await handle.durable
-
-    run_virtual(scenario(), seed=0)
+    store = _SilentStore()
+    async with (
+        engines(store=store) as (engine,),
+        checkpointer_on(engine, "dict://near", then="dict://far") as ckpt,
+    ):
+        handle = ckpt.save(state_of(1), 1)
+        await handle
+        assert not store.speaks.is_set()
+        assert asyncio.get_running_loop().time() < 10
+        store.speaks.set()
+        await handle.durable
 
 
 class _Mute(DictStore):
@@ -281,28 +279,26 @@ def test_a_removal_that_gets_no_answer_does_not_hold_who_leaves(how: str) -> Non
 
 @pytest.mark.parametrize("kind", [_MuteBehindCommit, _MuteOfMarks])
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_what_a_commit_leaves_in_a_store_does_not_hold_who_leaves(
+@in_virtual_time
+async def test_what_a_commit_leaves_in_a_store_does_not_hold_who_leaves(
     when: str, kind: type[_Mute]
 ) -> None:
     """Its mark, which a sweep removes; whether who leaves does so before the answer, or behind."""
     store, left_s = kind("/.attempt-"), list[float]()
 
-    async def scenario() -> None:
-        clock = asyncio.get_running_loop().time
-        async with engines(store=store) as (engine,):
-            with contextlib.suppress(KeyError):
-                async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
-                    await ckpt.save(state_of(0), 1)
-                    ckpt.save(state_of(1), 1, overwrite=True)
-                    while not (store.is_mute if when == "before" else store.num_asked):
-                        await asyncio.sleep(0.01)
-                    left_s.append(clock())
-                    raise KeyError
-            left_s.append(clock())
+    clock = asyncio.get_running_loop().time
+    async with engines(store=store) as (engine,):
+        with contextlib.suppress(KeyError):
             async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
-                assert await ckpt.steps() == (1,)
-
-    run_virtual(scenario(), seed=0)
+                await ckpt.save(state_of(0), 1)
+                ckpt.save(state_of(1), 1, overwrite=True)
+                while not (store.is_mute if when == "before" else store.num_asked):
+                    await asyncio.sleep(0.01)
+                left_s.append(clock())
+                raise KeyError
+        left_s.append(clock())
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
+            assert await ckpt.steps() == (1,)
     assert left_s[1] - left_s[0] < 21
 
 
@@ -353,27 +349,25 @@ def test_a_store_that_removes_nothing_is_not_asked_for_each_step() -> None:
     assert "no answer" in str(log.of(RetentionFailed)[0].error)
 
 
-def test_a_run_that_looks_at_its_steps_leaves_room_for_others() -> None:
+@in_virtual_time
+async def test_a_run_that_looks_at_its_steps_leaves_room_for_others() -> None:
     """As it begins, and after a save: half of the requests are for loads and saves meanwhile."""
     store = DictStore(max_delay_s=0.01)
     config = config_with(max_requests=8)
 
-    async def scenario() -> None:
-        async with engines(store=store, config=config) as (engine,):
-            async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
-                for step in range(1, 31):
-                    await ckpt.save(state_of(step), step)
-            for sweep_after_s, keep in ((3600.0, None), (None, KeepLast(31))):
-                store.most_at_once = 0
-                async with checkpointer_on(
-                    engine, "dict://run", keep=keep, sweep_after_s=sweep_after_s
-                ) as ckpt:
-                    if keep is not None:
-                        await ckpt.save(state_of(31), 31)
-                        store.most_at_once = 0
-                assert store.most_at_once == 4
-
-    run_virtual(scenario(), seed=0)
+    async with engines(store=store, config=config) as (engine,):
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
+            for step in range(1, 31):
+                await ckpt.save(state_of(step), step)
+        for sweep_after_s, keep in ((3600.0, None), (None, KeepLast(31))):
+            store.most_at_once = 0
+            async with checkpointer_on(
+                engine, "dict://run", keep=keep, sweep_after_s=sweep_after_s
+            ) as ckpt:
+                if keep is not None:
+                    await ckpt.save(state_of(31), 31)
+                    store.most_at_once = 0
+            assert store.most_at_once == 4
 
 
 def places_in(store: DictStore) -> dict[str, list[str]]:

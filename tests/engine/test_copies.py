@@ -13,6 +13,7 @@ from ckptio.format.manifest import Chunk, Manifest, decode_manifest
 from ckptio.testing import MemoryStorage, run_virtual
 from tests.job_rig import job, shards_of
 from tests.rig import SMALL, config_with, inline_engine
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,62 +118,56 @@ def test_a_copy_that_differs_is_named_with_its_first_other_byte(
     run_virtual(scenario(), seed=seed)
 
 
-def test_shards_that_are_copied_are_compared_too() -> None:
+@in_virtual_time
+async def test_shards_that_are_copied_are_compared_too() -> None:
     """Blocks of a tensor that several ranks hold, each with its own copies."""
     tensor = torch.arange(64 * KiB).reshape(64, 1024)
     states = [{"w": shards_of(tensor, (2, 1))[rank % 2]} for rank in range(4)]
     states[3]["w"].tensor[1, 7] = -1
 
-    async def scenario() -> None:
-        place = await saved(states)
-        report = await verified(place)
-        assert report.num_copies == 2
-        (error,) = report.damage
-        assert error.fqns == ("w",)
-        assert str(error) == (
-            f"'memory' is damaged: {error.problem} in bytes [{error.start}, {error.stop}) of"
-            f" {error.file!r}, which holds 'w'"
-        )
-
-    run_virtual(scenario(), seed=0)
+    place = await saved(states)
+    report = await verified(place)
+    assert report.num_copies == 2
+    (error,) = report.damage
+    assert error.fqns == ("w",)
+    assert str(error) == (
+        f"'memory' is damaged: {error.problem} in bytes [{error.start}, {error.stop}) of"
+        f" {error.file!r}, which holds 'w'"
+    )
 
 
-def test_what_is_damaged_is_said_once() -> None:
+@in_virtual_time
+async def test_what_is_damaged_is_said_once() -> None:
     """A block without its checksum is damage of its own; the rest is still compared."""
     state = tensors(0, [10 * BLOCK])
     other = {"w0": state["w0"].clone()}
     other["w0"][8 * BLOCK :] += 1
 
-    async def scenario() -> None:
-        place = await saved([state, other])
-        manifest = manifest_of(place)
-        ((file, start),) = chunk_of(manifest, "w0").copies
-        name = manifest.files[file].name
-        place.files[name][start] ^= 1
-        first, second = (await verified(place)).damage
-        assert "checksum" in first.problem
-        assert second.problem.startswith("other bytes")
-        assert {first.file, second.file} == {name}
-
-    run_virtual(scenario(), seed=0)
+    place = await saved([state, other])
+    manifest = manifest_of(place)
+    ((file, start),) = chunk_of(manifest, "w0").copies
+    name = manifest.files[file].name
+    place.files[name][start] ^= 1
+    first, second = (await verified(place)).damage
+    assert "checksum" in first.problem
+    assert second.problem.startswith("other bytes")
+    assert {first.file, second.file} == {name}
 
 
 @pytest.mark.parametrize("lost", range(NUM_RANKS))
-def test_a_lost_file_is_not_compared(lost: int) -> None:
+@in_virtual_time
+async def test_a_lost_file_is_not_compared(lost: int) -> None:
     """That it is lost is said; the copies that are left are compared with each other."""
     state = tensors(0, [BLOCK, 3 * BLOCK])
 
-    async def scenario() -> None:
-        place = await saved([state] * NUM_RANKS)
-        manifest = manifest_of(place)
-        (name,) = (entry.name for entry in manifest.files if entry.rank == lost)
-        del place.files[name]
-        report = await verified(place)
-        (error,) = report.damage
-        assert error.file == name
-        assert report.num_copies == 2 * (NUM_RANKS - 2)
-
-    run_virtual(scenario(), seed=0)
+    place = await saved([state] * NUM_RANKS)
+    manifest = manifest_of(place)
+    (name,) = (entry.name for entry in manifest.files if entry.rank == lost)
+    del place.files[name]
+    report = await verified(place)
+    (error,) = report.damage
+    assert error.file == name
+    assert report.num_copies == 2 * (NUM_RANKS - 2)
 
 
 def test_a_checkpoint_without_copies_has_none_to_compare(tmp_path: Any) -> None:

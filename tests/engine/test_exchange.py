@@ -33,6 +33,7 @@ from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from ckptio.testing.exchange import MemoryNetwork
 from tests.manifests import block_checksums
 from tests.rig import SAVE_IDS, contents_of, context_of, fill_attempt
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -297,52 +298,46 @@ def test_cancelling_anywhere_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("num_slabs", [0, 2])
-def test_who_is_cancelled_hears_of_nothing_else(num_slabs: int) -> None:
+@in_virtual_time
+async def test_who_is_cancelled_hears_of_nothing_else(num_slabs: int) -> None:
     """What its own link broke off as it ended is no loss of a rank."""
-
-    async def scenario() -> None:
-        group = await group_of(all_of([100 * KiB] * 2, 2), [config_of(4)] * 2)
-        for moment in range(1, 12):
-            network = MemoryNetwork(2, max_delay_s=0.02, num_slabs=num_slabs, slab_nbytes=SLAB)
-            loading = [
-                asyncio.create_task(
-                    read_shared(rank.part, rank.reading, link, rank.context), name="a rank"
-                )
-                for rank, link in zip(group.ranks(), network.links, strict=True)
-            ]
-            await asyncio.sleep(0.01 * moment)
-            for task in loading:
-                task.cancel()
-            ends = await asyncio.gather(*loading, return_exceptions=True)
-            assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
-            group.assert_nothing_is_left(network)
-            network.close()
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
-    """What it was at has not landed, and its file would stay open, whatever was read before."""
-
-    async def scenario() -> None:
-        wanted = (Wanted(0, 0, 200 * KiB, 0, 0),)
-        group = await group_of(Wish((200 * KiB,), (wanted, ())), [config_of(4)] * 2)
-        ranks, network = group.ranks(), MemoryNetwork(2, max_delay_s=0.02)
-        ranks[0].reading.read_nbytes = 200 * KiB
-        loading = asyncio.create_task(ends_of(ranks, network), name="loads")
-        lanes: list[asyncio.Task[object]] = []
-        while not lanes:
-            await asyncio.sleep(0.005)
-            lanes = [t for t in asyncio.all_tasks() if t.get_name() == "lane of the pool"]
-        lanes[0].cancel()
-        failure, other = await loading
-        assert isinstance(failure, StateError)
-        assert "a task that read a part of 'memory' was cancelled" in str(failure)
-        assert other is None
+    group = await group_of(all_of([100 * KiB] * 2, 2), [config_of(4)] * 2)
+    for moment in range(1, 12):
+        network = MemoryNetwork(2, max_delay_s=0.02, num_slabs=num_slabs, slab_nbytes=SLAB)
+        loading = [
+            asyncio.create_task(
+                read_shared(rank.part, rank.reading, link, rank.context), name="a rank"
+            )
+            for rank, link in zip(group.ranks(), network.links, strict=True)
+        ]
+        await asyncio.sleep(0.01 * moment)
+        for task in loading:
+            task.cancel()
+        ends = await asyncio.gather(*loading, return_exceptions=True)
+        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
         group.assert_nothing_is_left(network)
         network.close()
 
-    run_virtual(scenario(), seed=0)
+
+@in_virtual_time
+async def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
+    """What it was at has not landed, and its file would stay open, whatever was read before."""
+    wanted = (Wanted(0, 0, 200 * KiB, 0, 0),)
+    group = await group_of(Wish((200 * KiB,), (wanted, ())), [config_of(4)] * 2)
+    ranks, network = group.ranks(), MemoryNetwork(2, max_delay_s=0.02)
+    ranks[0].reading.read_nbytes = 200 * KiB
+    loading = asyncio.create_task(ends_of(ranks, network), name="loads")
+    lanes: list[asyncio.Task[object]] = []
+    while not lanes:
+        await asyncio.sleep(0.005)
+        lanes = [t for t in asyncio.all_tasks() if t.get_name() == "lane of the pool"]
+    lanes[0].cancel()
+    failure, other = await loading
+    assert isinstance(failure, StateError)
+    assert "a task that read a part of 'memory' was cancelled" in str(failure)
+    assert other is None
+    group.assert_nothing_is_left(network)
+    network.close()
 
 
 @given(seed=seeds, pools=pools, num_loads=st.integers(2, 3))
@@ -391,64 +386,55 @@ def test_memory_is_bounded_whatever_the_size(seed: int, pool: int) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_an_exchange_does_not_need_the_pool() -> None:
+@in_virtual_time
+async def test_an_exchange_does_not_need_the_pool() -> None:
     """While somebody else holds all of it, for as long as it likes."""
-
-    async def scenario() -> None:
-        wish = all_of([200 * KiB], 3)
-        group = await group_of(wish, [config_of(2)] * 3)
-        network = MemoryNetwork(3)
-        ranks = group.ranks()
-        async with contextlib.AsyncExitStack() as stack:
-            for context in group.contexts:
-                for _ in range(2):
-                    await stack.enter_async_context(context.pool.lease())
-            await load(ranks, network)
-        assert group.has_landed(ranks)
-        group.assert_nothing_is_left(network)
-
-    run_virtual(scenario(), seed=0)
+    wish = all_of([200 * KiB], 3)
+    group = await group_of(wish, [config_of(2)] * 3)
+    network = MemoryNetwork(3)
+    ranks = group.ranks()
+    async with contextlib.AsyncExitStack() as stack:
+        for context in group.contexts:
+            for _ in range(2):
+                await stack.enter_async_context(context.pool.lease())
+        await load(ranks, network)
+    assert group.has_landed(ranks)
+    group.assert_nothing_is_left(network)
 
 
-def test_what_is_damaged_on_the_way_does_not_land() -> None:
+@in_virtual_time
+async def test_what_is_damaged_on_the_way_does_not_land() -> None:
     """The taker checks what it is sent, and names the file and the range."""
-
-    async def scenario() -> None:
-        wish = all_of([60 * KiB, 60 * KiB], 2)
-        group = await group_of(wish, [config_of(4)] * 2)
-        network = MemoryNetwork(2)
-        unit = group.plan.units[2]
-        network.damaged_tags.add(unit.number)
-        ranks = group.ranks()
-        ends = await ends_of(ranks, network)
-        (taker,) = unit.takers
-        error = ends[taker]
-        assert isinstance(error, CorruptionError)
-        assert unit.start <= error.start < error.stop <= unit.start + unit.nbytes
-        assert not ranks[taker].tensors[unit.file][error.start : error.stop].any()
-        group.assert_nothing_is_left(network)
-
-    run_virtual(scenario(), seed=0)
+    wish = all_of([60 * KiB, 60 * KiB], 2)
+    group = await group_of(wish, [config_of(4)] * 2)
+    network = MemoryNetwork(2)
+    unit = group.plan.units[2]
+    network.damaged_tags.add(unit.number)
+    ranks = group.ranks()
+    ends = await ends_of(ranks, network)
+    (taker,) = unit.takers
+    error = ends[taker]
+    assert isinstance(error, CorruptionError)
+    assert unit.start <= error.start < error.stop <= unit.start + unit.nbytes
+    assert not ranks[taker].tensors[unit.file][error.start : error.stop].any()
+    group.assert_nothing_is_left(network)
 
 
-def test_damage_in_a_file_ends_the_load_on_every_rank() -> None:
+@in_virtual_time
+async def test_damage_in_a_file_ends_the_load_on_every_rank() -> None:
     """Who reads it says what is damaged; who waits for it hears that it broke off."""
-
-    async def scenario() -> None:
-        wish = all_of([60 * KiB], 2)
-        group = await group_of(wish, [config_of(4)] * 2)
-        network = MemoryNetwork(2, max_delay_s=0.1)
-        (name,) = group.storage.files
-        group.storage.files[name][5] ^= 1
-        ranks = group.ranks()
-        ends = await ends_of(ranks, network)
-        reader = group.plan.units[0].reader
-        assert isinstance(ends[reader], CorruptionError)
-        assert isinstance(ends[1 - reader], PeerLostError)
-        assert not any(bool(rank.tensors[0][:BLOCK].any()) for rank in ranks)
-        group.assert_nothing_is_left(network)
-
-    run_virtual(scenario(), seed=0)
+    wish = all_of([60 * KiB], 2)
+    group = await group_of(wish, [config_of(4)] * 2)
+    network = MemoryNetwork(2, max_delay_s=0.1)
+    (name,) = group.storage.files
+    group.storage.files[name][5] ^= 1
+    ranks = group.ranks()
+    ends = await ends_of(ranks, network)
+    reader = group.plan.units[0].reader
+    assert isinstance(ends[reader], CorruptionError)
+    assert isinstance(ends[1 - reader], PeerLostError)
+    assert not any(bool(rank.tensors[0][:BLOCK].any()) for rank in ranks)
+    group.assert_nothing_is_left(network)
 
 
 def test_progress_counts_what_is_read_and_what_is_taken() -> None:

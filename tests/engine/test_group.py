@@ -31,6 +31,7 @@ from ckptio.ranks.frames import encode_body
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards_of
 from tests.rig import SMALL, InlineCore, config_with, inline_engine
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -70,91 +71,81 @@ async def load_states(ranks: Job, states: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("config", [ON, OFF], ids=["exchange", "alone"])
-def test_ranks_load_what_each_has_of_a_pipeline(config: CheckpointConfig) -> None:
+@in_virtual_time
+async def test_ranks_load_what_each_has_of_a_pipeline(config: CheckpointConfig) -> None:
     """What a rank lacks another one has; one may take nothing. What nobody has is refused."""
-
-    async def scenario() -> None:
-        whole = replicated()
-        names = list(whole)
-        stages = [{name: whole[name] for name in names[rank::3]} for rank in range(3)]
-        async with job(4, config=config) as ranks:
-            await save_states(ranks, [*stages, {}])
-            await load_states(ranks, [*stages, {}])
-            await load_states(ranks, [whole, {}, {}, {}])
-            lost = names[-1]
-            short = [{name: held for name, held in s.items() if name != lost} for s in stages]
-            for error in await try_to_load(ranks, [*short, {}]):
-                assert isinstance(error, MismatchError)
-                assert error.unexpected == (lost,)
-                assert not error.missing
-            await load_states(ranks, [*stages, {}])
-
-    run_virtual(scenario(), seed=0)
+    whole = replicated()
+    names = list(whole)
+    stages = [{name: whole[name] for name in names[rank::3]} for rank in range(3)]
+    async with job(4, config=config) as ranks:
+        await save_states(ranks, [*stages, {}])
+        await load_states(ranks, [*stages, {}])
+        await load_states(ranks, [whole, {}, {}, {}])
+        lost = names[-1]
+        short = [{name: held for name, held in s.items() if name != lost} for s in stages]
+        for error in await try_to_load(ranks, [*short, {}]):
+            assert isinstance(error, MismatchError)
+            assert error.unexpected == (lost,)
+            assert not error.missing
+        await load_states(ranks, [*stages, {}])
 
 
-def test_a_rank_of_a_pipeline_is_refused_what_the_checkpoint_does_not_have() -> None:
+@in_virtual_time
+async def test_a_rank_of_a_pipeline_is_refused_what_the_checkpoint_does_not_have() -> None:
     """It lacks names that other ranks have, too; its own would stay as they were."""
-
-    async def scenario() -> None:
-        stages = [{"first": torch.ones(8)}, {"second": torch.ones(8)}]
-        async with job(2) as ranks:
-            await save_states(ranks, stages)
-            error, _ = await try_to_load(ranks, [{**stages[0], "new": torch.ones(8)}, stages[1]])
-            assert isinstance(error, MismatchError)
-            assert error.missing == ("new",)
-            error, _ = await try_to_load(ranks, [{"first": torch.ones(9)}, stages[1]])
-            assert isinstance(error, MismatchError)
-            assert error.mismatched
-            await load_states(ranks, stages)
-
-    run_virtual(scenario(), seed=0)
+    stages = [{"first": torch.ones(8)}, {"second": torch.ones(8)}]
+    async with job(2) as ranks:
+        await save_states(ranks, stages)
+        error, _ = await try_to_load(ranks, [{**stages[0], "new": torch.ones(8)}, stages[1]])
+        assert isinstance(error, MismatchError)
+        assert error.missing == ("new",)
+        error, _ = await try_to_load(ranks, [{"first": torch.ones(9)}, stages[1]])
+        assert isinstance(error, MismatchError)
+        assert error.mismatched
+        await load_states(ranks, stages)
 
 
 @pytest.mark.parametrize("strict", ["ignore", "raise"])
-def test_a_strict_rank_hears_of_what_no_target_has_whatever_others_ignore(strict: Strict) -> None:
+@in_virtual_time
+async def test_a_strict_rank_hears_of_what_no_target_has_whatever_others_ignore(
+    strict: Strict,
+) -> None:
     """Also what a lenient rank lacks is looked at; if all are lenient, nothing is refused."""
+    state = {name: torch.ones(8) for name in ("first", "second", "lost")}
+    async with job(2) as ranks:
+        await save_states(ranks, [state, state])
 
-    async def scenario() -> None:
-        state = {name: torch.ones(8) for name in ("first", "second", "lost")}
-        async with job(2) as ranks:
-            await save_states(ranks, [state, state])
+        async def body(rank: int, engine: Engine) -> None:
+            target = blank_of({("second" if rank else "first"): torch.ones(8)})
+            await engine.load("memory", into=target, strict=strict if rank else "ignore")
+            assert_equal(target, {("second" if rank else "first"): torch.ones(8)})
 
-            async def body(rank: int, engine: Engine) -> None:
-                target = blank_of({("second" if rank else "first"): torch.ones(8)})
-                await engine.load("memory", into=target, strict=strict if rank else "ignore")
-                assert_equal(target, {("second" if rank else "first"): torch.ones(8)})
+        for end in await ranks.each(body):
+            if strict == "ignore":
+                assert end is None
+                continue
+            assert isinstance(end, MismatchError)
+            assert end.unexpected == ("lost",)
 
-            for end in await ranks.each(body):
-                if strict == "ignore":
-                    assert end is None
-                    continue
-                assert isinstance(end, MismatchError)
-                assert end.unexpected == ("lost",)
+        async def whole(rank: int, engine: Engine) -> None:
+            target = blank_of(state if not rank else {"first": torch.ones(8)})
+            await engine.load("memory", into=target, strict=strict if rank else "ignore")
+            assert_equal(target, {name: state[name] for name in target})
 
-            async def whole(rank: int, engine: Engine) -> None:
-                target = blank_of(state if not rank else {"first": torch.ones(8)})
-                await engine.load("memory", into=target, strict=strict if rank else "ignore")
-                assert_equal(target, {name: state[name] for name in target})
-
-            await ranks.all(whole)  # what the strict one lacks, the other has
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(whole)  # what the strict one lacks, the other has
 
 
-def test_one_engine_reads_no_copy_of_what_many_ranks_saved() -> None:
+@in_virtual_time
+async def test_one_engine_reads_no_copy_of_what_many_ranks_saved() -> None:
     """Each has a file with all of it; one of these is as good as another."""
-
-    async def scenario() -> None:
-        place, config = MemoryStorage("memory"), config_with(replicate="local")
-        state = {"norm": torch.ones(20 * BLOCK)}
-        async with job(3, place, config) as ranks:
-            await save_states(ranks, [state] * 3)
-        assert file_nbytes(place) > 3 * state["norm"].nbytes
-        async with inline_engine({"memory": place}, config) as engine:
-            report = (await engine.load_with_report("memory")).report
-        assert report.nbytes < state["norm"].nbytes + 3 * BLOCK
-
-    run_virtual(scenario(), seed=0)
+    place, config = MemoryStorage("memory"), config_with(replicate="local")
+    state = {"norm": torch.ones(20 * BLOCK)}
+    async with job(3, place, config) as ranks:
+        await save_states(ranks, [state] * 3)
+    assert file_nbytes(place) > 3 * state["norm"].nbytes
+    async with inline_engine({"memory": place}, config) as engine:
+        report = (await engine.load_with_report("memory")).report
+    assert report.nbytes < state["norm"].nbytes + 3 * BLOCK
 
 
 async def try_to_load(
@@ -174,32 +165,29 @@ def file_nbytes(place: MemoryStorage) -> int:
     return sum(map(len, place.files.values()))
 
 
-def test_a_rank_that_has_nothing_of_its_own_may_ask_for_what_others_have() -> None:
+@in_virtual_time
+async def test_a_rank_that_has_nothing_of_its_own_may_ask_for_what_others_have() -> None:
     """All ranks of a job pass one `select=`; what no rank has is a mistyped name."""
+    place = MemoryStorage("memory")
+    async with job(1, place) as ranks:
+        state = {"w": torch.ones(3), "rng": PerRank({"cpu": torch.zeros(2), "n": 1})}
+        await save_states(ranks, [state])
+    async with job(2, place) as ranks:
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory")
-        async with job(1, place) as ranks:
-            state = {"w": torch.ones(3), "rng": PerRank({"cpu": torch.zeros(2), "n": 1})}
-            await save_states(ranks, [state])
-        async with job(2, place) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            names = ["w", "rng.cpu"]
+            loaded = await engine.load("memory", select=names)
+            assert sorted(loaded) == (["w"] if rank else ["rng", "w"])
+            loaded = await engine.load("memory", select=["w", "rng"])
+            for select in ("rng.cpu", "rng", lambda name: name.startswith("rng")):
+                await engine.load("memory", select=select)
+                own = {"cpu": torch.ones(2), "n": 5}
+                await engine.load("memory", into={"rng": PerRank(own)}, select=select)
+                assert own["cpu"].any() == bool(rank)  # type: ignore[attr-defined]  # a tensor
+            with pytest.raises(TargetError, match="asks for 'rng\\.cuda'"):
+                await engine.load("memory", select=[*names, "rng.cuda"])
 
-            async def body(rank: int, engine: Engine) -> None:
-                names = ["w", "rng.cpu"]
-                loaded = await engine.load("memory", select=names)
-                assert sorted(loaded) == (["w"] if rank else ["rng", "w"])
-                loaded = await engine.load("memory", select=["w", "rng"])
-                for select in ("rng.cpu", "rng", lambda name: name.startswith("rng")):
-                    await engine.load("memory", select=select)
-                    own = {"cpu": torch.ones(2), "n": 5}
-                    await engine.load("memory", into={"rng": PerRank(own)}, select=select)
-                    assert own["cpu"].any() == bool(rank)  # type: ignore[attr-defined]  # a tensor
-                with pytest.raises(TargetError, match="asks for 'rng\\.cuda'"):
-                    await engine.load("memory", select=[*names, "rng.cuda"])
-
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
 
 
 def spread(tensor: torch.Tensor, grid: Sequence[int]) -> list[dict[str, Any]]:
@@ -210,58 +198,52 @@ def spread(tensor: torch.Tensor, grid: Sequence[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_an_unchanged_job_reads_what_it_wrote(world_size: int) -> None:
+@in_virtual_time
+async def test_an_unchanged_job_reads_what_it_wrote(world_size: int) -> None:
     """Each rank of a sharded state opens its file, reads it once, and nothing else."""
     states = spread(torch.randn(world_size * 24, 1000), (world_size, 1))
 
-    async def scenario() -> None:
-        async with job(world_size, config=OFF) as ranks:
-            await save_states(ranks, states)
-            written = ranks.written_nbytes()
-            assert max(written) <= 1.10 * sum(written) / world_size
-            await load_states(ranks, states)
-            assert all(a <= b for a, b in zip(ranks.read_nbytes(), written, strict=True))
-            assert ranks.place.manifest is not None
-            files = decode_manifest(ranks.place.manifest).files
-            for rank, opened in enumerate(ranks.opened()):
-                assert opened == [entry.name for entry in files if entry.rank == rank]
-
-    run_virtual(scenario(), seed=0)
+    async with job(world_size, config=OFF) as ranks:
+        await save_states(ranks, states)
+        written = ranks.written_nbytes()
+        assert max(written) <= 1.10 * sum(written) / world_size
+        await load_states(ranks, states)
+        assert all(a <= b for a, b in zip(ranks.read_nbytes(), written, strict=True))
+        assert ranks.place.manifest is not None
+        files = decode_manifest(ranks.place.manifest).files
+        for rank, opened in enumerate(ranks.opened()):
+            assert opened == [entry.name for entry in files if entry.rank == rank]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (4, 1), (2, 3), (3, 2), (4, 8), (8, 4)])
-def test_another_world_size_reads_each_byte_by_who_needs_it(saved: int, loaded: int) -> None:
+@in_virtual_time
+async def test_another_world_size_reads_each_byte_by_who_needs_it(saved: int, loaded: int) -> None:
     """Rows at another parallel size: little more than its own rows for each rank."""
     tensor = torch.randn(240, 256)
     before, after = (spread(tensor, (size, 1)) for size in (saved, loaded))
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory")
-        async with job(saved, place, OFF) as ranks:
-            await save_states(ranks, before)
-        async with job(loaded, place, OFF) as ranks:
-            await load_states(ranks, after)
-            share = tensor.nbytes // loaded
-            num_files = saved // loaded + 2
-            assert all(nbytes <= share + 2 * BLOCK * num_files for nbytes in ranks.read_nbytes())
-
-    run_virtual(scenario(), seed=0)
+    place = MemoryStorage("memory")
+    async with job(saved, place, OFF) as ranks:
+        await save_states(ranks, before)
+    async with job(loaded, place, OFF) as ranks:
+        await load_states(ranks, after)
+        share = tensor.nbytes // loaded
+        num_files = saved // loaded + 2
+        assert all(nbytes <= share + 2 * BLOCK * num_files for nbytes in ranks.read_nbytes())
 
 
-def test_columns_of_what_was_saved_in_rows_read_only_the_blocks_that_hold_them() -> None:
+@in_virtual_time
+async def test_columns_of_what_was_saved_in_rows_read_only_the_blocks_that_hold_them() -> None:
     """Each rank reads its part of each row, and two blocks more at the most."""
     tensor = torch.randn(8, 16 * KiB)
     rows, columns = spread(tensor, (4, 1)), spread(tensor, (1, 4))
 
-    async def scenario() -> None:
-        async with job(4, config=OFF) as ranks:
-            await save_states(ranks, rows)
-            await load_states(ranks, columns)
-            a_part = 4 * 16 * KiB // 4
-            assert all(nbytes <= 8 * (a_part + 2 * BLOCK) for nbytes in ranks.read_nbytes())
-            assert sum(ranks.read_nbytes()) <= tensor.nbytes + 2 * 8 * 4 * BLOCK
-
-    run_virtual(scenario(), seed=0)
+    async with job(4, config=OFF) as ranks:
+        await save_states(ranks, rows)
+        await load_states(ranks, columns)
+        a_part = 4 * 16 * KiB // 4
+        assert all(nbytes <= 8 * (a_part + 2 * BLOCK) for nbytes in ranks.read_nbytes())
+        assert sum(ranks.read_nbytes()) <= tensor.nbytes + 2 * 8 * 4 * BLOCK
 
 
 @given(seed=seeds, world_size=st.integers(2, 6))
@@ -281,19 +263,17 @@ def test_replicas_are_written_once_and_about_as_much_by_each(seed: int, world_si
     run_virtual(scenario(), seed=seed)
 
 
-def test_without_exchange_every_rank_reads_all_that_it_wants() -> None:
+@in_virtual_time
+async def test_without_exchange_every_rank_reads_all_that_it_wants() -> None:
     """Four replicas, four times the bytes."""
     states = [replicated()] * 4
 
-    async def scenario() -> None:
-        async with job(4, config=OFF) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            assert len(set(ranks.read_nbytes())) == 1
-            assert min(ranks.read_nbytes()) >= sum(w.nbytes for w in states[0].values())
-            assert ranks.linker.networks == []
-
-    run_virtual(scenario(), seed=0)
+    async with job(4, config=OFF) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        assert len(set(ranks.read_nbytes())) == 1
+        assert min(ranks.read_nbytes()) >= sum(w.nbytes for w in states[0].values())
+        assert ranks.linker.networks == []
 
 
 # --- the exchange
@@ -328,7 +308,8 @@ def test_with_exchange_each_byte_is_read_once_and_about_as_much_by_each(
     run_virtual(scenario(), seed=seed)
 
 
-def test_what_all_want_is_said_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_what_all_want_is_said_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 encodes one answer, which names the ranks once and not with each unit."""
     state = {f"w{i}": torch.zeros(40 * KiB // 4) for i in range(40)}
     world_size, told = 16, list[bytes]()
@@ -340,23 +321,21 @@ def test_what_all_want_is_said_once_for_all(monkeypatch: pytest.MonkeyPatch) -> 
             told.append(body)
         return body
 
-    async def scenario() -> None:
-        log = EventLog()
-        async with job(world_size, config=config, observer=log) as ranks:
-            await save_states(ranks, [state] * world_size)
-            monkeypatch.setattr("ckptio.ranks.hub.encode_body", note)
-            await load_states(ranks, [state] * world_size)
-            (event,) = log.of(ExchangePlanned)
-            assert event.is_exchanged
-            num_units = sum(event.read_nbytes) // BLOCK
-        assert num_units >= 400
-        (body,) = told
-        assert len(body) <= 40 * num_units + 4 * world_size + 200
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    async with job(world_size, config=config, observer=log) as ranks:
+        await save_states(ranks, [state] * world_size)
+        monkeypatch.setattr("ckptio.ranks.hub.encode_body", note)
+        await load_states(ranks, [state] * world_size)
+        (event,) = log.of(ExchangePlanned)
+        assert event.is_exchanged
+        num_units = sum(event.read_nbytes) // BLOCK
+    assert num_units >= 400
+    (body,) = told
+    assert len(body) <= 40 * num_units + 4 * world_size + 200
 
 
-def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:
+@in_virtual_time
+async def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:
     """Tensor-parallel by 4 and replicated 8 times: who wrote a part reads it for the others."""
     tensors = [torch.randn(256, 128 * (i + 1)) for i in range(4)]
     norms = {f"norm{i}": torch.randn(64) for i in range(4)}
@@ -366,22 +345,19 @@ def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:
         for rank in range(32)
     ]
 
-    async def scenario() -> None:
-        config = config_with(exchange="on", replicate="local", bucket_nbytes=1024 * KiB)
-        async with job(32, config=config) as ranks:
-            await save_states(ranks, states)
-            written = ranks.written_nbytes()
-            assert max(written) <= 1.10 * sum(written) / 32
-            await load_states(ranks, states)
-            assert ranks.place.manifest is not None
-            manifest = decode_manifest(ranks.place.manifest)
-            assert len(manifest.files) == 32
-            assert ranks.opened() == [[entry.name] for entry in manifest.files]
-            read = ranks.read_nbytes()
-            assert sum(read) <= 1.05 * file_nbytes(ranks.place)
-            assert max(read) <= 1.10 * sum(read) / 32
-
-    run_virtual(scenario(), seed=0)
+    config = config_with(exchange="on", replicate="local", bucket_nbytes=1024 * KiB)
+    async with job(32, config=config) as ranks:
+        await save_states(ranks, states)
+        written = ranks.written_nbytes()
+        assert max(written) <= 1.10 * sum(written) / 32
+        await load_states(ranks, states)
+        assert ranks.place.manifest is not None
+        manifest = decode_manifest(ranks.place.manifest)
+        assert len(manifest.files) == 32
+        assert ranks.opened() == [[entry.name] for entry in manifest.files]
+        read = ranks.read_nbytes()
+        assert sum(read) <= 1.05 * file_nbytes(ranks.place)
+        assert max(read) <= 1.10 * sum(read) / 32
 
 
 @given(seed=seeds, saved=st.integers(1, 4), loaded=st.integers(2, 4))
@@ -406,22 +382,21 @@ def test_shards_and_replicas_mix(seed: int, saved: int, loaded: int) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_ranks_that_want_different_things_need_no_link() -> None:
+@in_virtual_time
+async def test_ranks_that_want_different_things_need_no_link() -> None:
     """Where nothing is wanted twice, nothing is passed on, however the option stands."""
     states = spread(torch.randn(96, 1024), (4, 1))
 
-    async def scenario() -> None:
-        async with job(4, config=ON) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            assert ranks.linker.networks == []
-
-    run_virtual(scenario(), seed=0)
+    async with job(4, config=ON) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        assert ranks.linker.networks == []
 
 
 @pytest.mark.parametrize("config", [ON, OFF], ids=["exchange", "alone"])
 @pytest.mark.parametrize("meanwhile", ["removed", "nothing"])
-def test_ranks_are_told_that_a_file_is_stale_since_its_checkpoint_was_removed(
+@in_virtual_time
+async def test_ranks_are_told_that_a_file_is_stale_since_its_checkpoint_was_removed(
     meanwhile: str, config: CheckpointConfig
 ) -> None:
     """So NFS calls it, and a mount that is lost; whoever reads looks which it was."""
@@ -433,16 +408,13 @@ def test_ranks_are_told_that_a_file_is_stale_since_its_checkpoint_was_removed(
                 place._place.manifest = None
             raise OSError(errno.ESTALE, "stale")
 
-    async def scenario() -> None:
-        async with job(2, place, config) as ranks:
-            await save_states(ranks, states)
-            ranks.storages[1].fault = fault
-            kind = CheckpointNotFoundError if meanwhile == "removed" else StorageError
-            for end in await try_to_load(ranks, states):
-                assert isinstance(end, RankError)
-                assert end.was_caused_by(kind, rank=1)
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, place, config) as ranks:
+        await save_states(ranks, states)
+        ranks.storages[1].fault = fault
+        kind = CheckpointNotFoundError if meanwhile == "removed" else StorageError
+        for end in await try_to_load(ranks, states):
+            assert isinstance(end, RankError)
+            assert end.was_caused_by(kind, rank=1)
 
 
 @given(seed=seeds, rank=st.integers(0, 3), number=st.integers(0, 60))
@@ -597,37 +569,32 @@ class ClosedDoor(MemoryLinker):
             yield link
 
 
-def test_who_fails_to_link_by_its_own_fault_says_so_at_once() -> None:
+@in_virtual_time
+async def test_who_fails_to_link_by_its_own_fault_says_so_at_once() -> None:
     """No other rank could say why, so none is waited for."""
-
-    async def scenario() -> None:
-        async with job(3, config=ON, linker=ClosedDoor(3)) as ranks:
-            await save_states(ranks, [replicated()] * 3)
-            before_s = asyncio.get_running_loop().time()
-            for end in await try_to_load(ranks, [replicated()] * 3):
-                assert isinstance(end, RankError)
-                assert not isinstance(end, PeerLostError)
-                assert end.causes == {1: "PeerLostError: other ranks cannot be answered"}
-            assert asyncio.get_running_loop().time() - before_s < ON.peer_timeout_s
-
-    run_virtual(scenario(), seed=0)
+    async with job(3, config=ON, linker=ClosedDoor(3)) as ranks:
+        await save_states(ranks, [replicated()] * 3)
+        before_s = asyncio.get_running_loop().time()
+        for end in await try_to_load(ranks, [replicated()] * 3):
+            assert isinstance(end, RankError)
+            assert not isinstance(end, PeerLostError)
+            assert end.causes == {1: "PeerLostError: other ranks cannot be answered"}
+        assert asyncio.get_running_loop().time() - before_s < ON.peer_timeout_s
 
 
-def test_ranks_with_different_options_are_told() -> None:
+@in_virtual_time
+async def test_ranks_with_different_options_are_told() -> None:
     """One that exchanges and one that does not would wait for each other for ever."""
     states = [replicated()] * 2
 
-    async def scenario() -> None:
-        async with job(2, config=ON) as ranks:
-            await save_states(ranks, states)
-            ranks.engines[1]._core.context.config = dataclasses.replace(ON, exchange="off")
-            ends = await try_to_load(ranks, states)
-            assert all(isinstance(end, RankError) for end in ends)
-            assert ends[0] is not None
-            assert isinstance(ends[0].__cause__, ConfigError)
-            assert "exchange" in str(ends[1])
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, config=ON) as ranks:
+        await save_states(ranks, states)
+        ranks.engines[1]._core.context.config = dataclasses.replace(ON, exchange="off")
+        ends = await try_to_load(ranks, states)
+        assert all(isinstance(end, RankError) for end in ends)
+        assert ends[0] is not None
+        assert isinstance(ends[0].__cause__, ConfigError)
+        assert "exchange" in str(ends[1])
 
 
 # --- the manifest
@@ -661,137 +628,125 @@ def test_one_rank_reads_the_manifest_and_none_reads_it_again(
     run_virtual(scenario(), seed=seed)
 
 
-def test_what_crosses_the_network_when_nothing_changed_is_no_manifest() -> None:
+@in_virtual_time
+async def test_what_crosses_the_network_when_nothing_changed_is_no_manifest() -> None:
     """The second load sends less than the manifest has."""
     state = {f"w{i}": torch.zeros(3) for i in range(2000)}
 
-    async def scenario() -> None:
-        async with job(2, config=OFF) as ranks:
-            await save_states(ranks, [state] * 2)
-            assert ranks.place.manifest is not None
-            sent = []
-            for _ in range(2):
-                before = ranks.ranks.sent_nbytes
-                await load_states(ranks, [state] * 2)
-                sent.append(ranks.ranks.sent_nbytes - before)
-            assert sent[0] > len(ranks.place.manifest)
-            assert sent[1] < len(ranks.place.manifest) / 10
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, config=OFF) as ranks:
+        await save_states(ranks, [state] * 2)
+        assert ranks.place.manifest is not None
+        sent = []
+        for _ in range(2):
+            before = ranks.ranks.sent_nbytes
+            await load_states(ranks, [state] * 2)
+            sent.append(ranks.ranks.sent_nbytes - before)
+        assert sent[0] > len(ranks.place.manifest)
+        assert sent[1] < len(ranks.place.manifest) / 10
 
 
-def test_loads_of_other_paths_meanwhile_leave_a_rank_the_manifest_that_it_has() -> None:
+@in_virtual_time
+async def test_loads_of_other_paths_meanwhile_leave_a_rank_the_manifest_that_it_has() -> None:
     """A rank is told that its manifest is current when it has heard of many others since."""
     places = {name: MemoryStorage(name) for name in ("memory", "second", "third")}
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
-            for engine in reversed(ranks.engines):
-                core = engine._core
-                assert isinstance(core, InlineCore)
-                twins = {name: place.another_name(name) for name, place in places.items()}
-                core.use_storages(twins)
+    async with job(2) as ranks:
+        for engine in reversed(ranks.engines):
+            core = engine._core
+            assert isinstance(core, InlineCore)
+            twins = {name: place.another_name(name) for name, place in places.items()}
+            core.use_storages(twins)
 
-            async def save(_: int, engine: Engine) -> None:
-                for number, name in enumerate(places):
-                    await engine.save({"w": torch.full((8,), number)}, name)
-                await engine.load("memory")
+        async def save(_: int, engine: Engine) -> None:
+            for number, name in enumerate(places):
+                await engine.save({"w": torch.full((8,), number)}, name)
+            await engine.load("memory")
 
-            async def load(_: int, engine: Engine) -> None:
-                first = asyncio.ensure_future(engine.load("memory"))
-                await asyncio.sleep(0.1)
-                assert (await engine.load("second"))["w"][0] == 1
-                assert (await engine.load("third"))["w"][0] == 2
-                assert not first.done()
-                assert (await first)["w"][0] == 0
+        async def load(_: int, engine: Engine) -> None:
+            first = asyncio.ensure_future(engine.load("memory"))
+            await asyncio.sleep(0.1)
+            assert (await engine.load("second"))["w"][0] == 1
+            assert (await engine.load("third"))["w"][0] == 2
+            assert not first.done()
+            assert (await first)["w"][0] == 0
 
-            await ranks.all(save)
-            twins["memory"]._max_delay_s = 5.0  # that of rank 0, who looks whether it is current
-            await ranks.all(load)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(save)
+        twins["memory"]._max_delay_s = 5.0  # that of rank 0, who looks whether it is current
+        await ranks.all(load)
 
 
-def test_a_rank_that_alone_has_no_manifest_is_sent_it() -> None:
+@in_virtual_time
+async def test_a_rank_that_alone_has_no_manifest_is_sent_it() -> None:
     """The others have what they were sent before; whoever asks says what it has."""
     states = [replicated(num_small=3)] * 3
 
-    async def scenario() -> None:
-        async with job(3, config=OFF) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            context = ranks.engines[1]._core.context
-            assert context is not None
-            context.received.clear()
-            await load_states(ranks, states)
-
-    run_virtual(scenario(), seed=0)
+    async with job(3, config=OFF) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        context = ranks.engines[1]._core.context
+        assert context is not None
+        context.received.clear()
+        await load_states(ranks, states)
 
 
 # --- who reads what, and why
 
 
-def test_an_event_says_who_reads_what_and_why() -> None:
+@in_virtual_time
+async def test_an_event_says_who_reads_what_and_why() -> None:
     """On rank 0, for all ranks; the text is made when it is asked for."""
     states = [replicated()] * 2
     log = EventLog()
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory")
-        async with job(2, place, ON, observer=log) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            (event,) = log.of(ExchangePlanned)
-            assert event.path == "memory"
-            assert event.is_exchanged
-            assert list(event.read_nbytes) == ranks.read_nbytes()
-            assert event.sent_nbytes == sum(ranks.linker.networks[0].sent_nbytes)
-            assert "explainer" not in repr(event)
-            lines = event.explain().splitlines()
-            for rank in range(2):
-                about = [line for line in lines if line.startswith(f"rank {rank} reads [")]
-                assert any("(own file), for" in line for line in about)
-            some = event.explain(["w1"]).splitlines()
-            assert 0 < len(some) <= len(lines)
-            assert event.explain(["no such name"]) == ""
-            sent = pickle.loads(pickle.dumps(event))  # noqa: S301  # as to another process
-            assert sent.explain() == event.explain()
-            started = log.of(LoadStarted)
-            assert {event.nbytes for event in started} == {sum(ranks.read_nbytes())}
-
-    run_virtual(scenario(), seed=0)
+    place = MemoryStorage("memory")
+    async with job(2, place, ON, observer=log) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        (event,) = log.of(ExchangePlanned)
+        assert event.path == "memory"
+        assert event.is_exchanged
+        assert list(event.read_nbytes) == ranks.read_nbytes()
+        assert event.sent_nbytes == sum(ranks.linker.networks[0].sent_nbytes)
+        assert "explainer" not in repr(event)
+        lines = event.explain().splitlines()
+        for rank in range(2):
+            about = [line for line in lines if line.startswith(f"rank {rank} reads [")]
+            assert any("(own file), for" in line for line in about)
+        some = event.explain(["w1"]).splitlines()
+        assert 0 < len(some) <= len(lines)
+        assert event.explain(["no such name"]) == ""
+        sent = pickle.loads(pickle.dumps(event))  # noqa: S301  # as to another process
+        assert sent.explain() == event.explain()
+        started = log.of(LoadStarted)
+        assert {event.nbytes for event in started} == {sum(ranks.read_nbytes())}
 
 
-def test_an_event_says_that_passing_on_would_not_pay() -> None:
+@in_virtual_time
+async def test_an_event_says_that_passing_on_would_not_pay() -> None:
     """Left to itself, an engine does not link ranks for a few bytes; each reads its own."""
     states = [replicated()] * 3
     log = EventLog()
 
-    async def scenario() -> None:
-        async with job(3, observer=log) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            (event,) = log.of(ExchangePlanned)
-            assert not event.is_exchanged
-            assert list(event.read_nbytes) == ranks.read_nbytes()
-            assert event.sent_nbytes == 0
-            lines = event.explain().splitlines()
-            assert len(lines) == 3 * len(ranks.place.files)
-            assert all(line.endswith("(passing on would not pay)") for line in lines)
-            assert [line.split()[1] for line in lines] == sorted(line.split()[1] for line in lines)
-
-    run_virtual(scenario(), seed=0)
+    async with job(3, observer=log) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        (event,) = log.of(ExchangePlanned)
+        assert not event.is_exchanged
+        assert list(event.read_nbytes) == ranks.read_nbytes()
+        assert event.sent_nbytes == 0
+        lines = event.explain().splitlines()
+        assert len(lines) == 3 * len(ranks.place.files)
+        assert all(line.endswith("(passing on would not pay)") for line in lines)
+        assert [line.split()[1] for line in lines] == sorted(line.split()[1] for line in lines)
 
 
-def test_nobody_plans_where_the_exchange_is_off() -> None:
+@in_virtual_time
+async def test_nobody_plans_where_the_exchange_is_off() -> None:
     """Ranks do not even say what they want."""
     states = [replicated()] * 2
     log = EventLog()
 
-    async def scenario() -> None:
-        async with job(2, config=OFF, observer=log) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            assert log.of(ExchangePlanned) == []
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, config=OFF, observer=log) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        assert log.of(ExchangePlanned) == []

@@ -9,24 +9,22 @@ import pytest
 from ckptio.config import KiB
 from ckptio.engine.held_notes import HeldNotes
 from ckptio.errors import StorageError
-from ckptio.testing import MemoryStorage, Operation, fail_kind, run_virtual
+from ckptio.testing import MemoryStorage, Operation, fail_kind
 from tests.rig import assert_same, filled_state, inline_engine
+from tests.virtual import in_virtual_time
 
 SIZES = [KiB]
 
 
-def test_nobody_holds_the_note_of_a_save_that_was_not_committed() -> None:
+@in_virtual_time
+async def test_nobody_holds_the_note_of_a_save_that_was_not_committed() -> None:
     """Neither its copy, which does not begin, nor an engine that has ended."""
-
-    async def scenario() -> None:
-        near = MemoryStorage("near/a", fault=fail_kind("commit"))
-        async with inline_engine({"near/a": near, "far/a": MemoryStorage("far/a")}) as engine:
-            handle = engine.save(filled_state(SIZES, 1), "near/a", then="far/a")
-            with pytest.raises(StorageError):
-                await handle
-        assert not near._place.held
-
-    run_virtual(scenario(), seed=0)
+    near = MemoryStorage("near/a", fault=fail_kind("commit"))
+    async with inline_engine({"near/a": near, "far/a": MemoryStorage("far/a")}) as engine:
+        handle = engine.save(filled_state(SIZES, 1), "near/a", then="far/a")
+        with pytest.raises(StorageError):
+            await handle
+    assert not near._place.held
 
 
 async def test_an_engine_that_ends_lets_go_of_all() -> None:
@@ -41,7 +39,8 @@ async def test_an_engine_that_ends_lets_go_of_all() -> None:
 
 
 @pytest.mark.parametrize("kind", ["read_manifest", "read_note"])
-def test_what_a_save_replaces_need_not_be_read(kind: str) -> None:
+@in_virtual_time
+async def test_what_a_save_replaces_need_not_be_read(kind: str) -> None:
     """It is committed, and copied, all the same."""
     kinds: list[str] = []
 
@@ -50,14 +49,11 @@ def test_what_a_save_replaces_need_not_be_read(kind: str) -> None:
         if operation.kind == kind and "commit" not in kinds:
             raise OSError(errno.EIO, "Input/output error")
 
-    async def scenario() -> None:
-        near, far = MemoryStorage("near/a"), MemoryStorage("far/a")
-        async with inline_engine({"near/a": near, "far/a": far}) as engine:
-            await engine.save(filled_state(SIZES, 1), "near/a")
-            near.fault = fail_before_the_commit
-            state = filled_state(SIZES, 2)
-            await engine.save(state, "near/a", then="far/a", overwrite=True).durable
-            assert_same(await engine.load("far/a"), state)
-
-    run_virtual(scenario(), seed=0)
+    near, far = MemoryStorage("near/a"), MemoryStorage("far/a")
+    async with inline_engine({"near/a": near, "far/a": far}) as engine:
+        await engine.save(filled_state(SIZES, 1), "near/a")
+        near.fault = fail_before_the_commit
+        state = filled_state(SIZES, 2)
+        await engine.save(state, "near/a", then="far/a", overwrite=True).durable
+        assert_same(await engine.load("far/a"), state)
     assert kind in kinds[: kinds.index("commit")]

@@ -21,6 +21,7 @@ from ckptio.plan.load import ReadSegment
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
 from ckptio.testing.memory_files import MemorySource
 from tests.rig import SMALL, assert_same, config_with, inline_engine, random_state
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio.events import Event
@@ -61,22 +62,19 @@ def test_a_lane_with_nothing_left_to_read_waits_for_no_slab(seed: int) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_damage_is_raised_before_what_fails_behind_it() -> None:
+@in_virtual_time
+async def test_damage_is_raised_before_what_fails_behind_it() -> None:
     """The first failure counts, also of ranges that one visit to a thread reads."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}, LONE_READER) as engine:
-            await engine.save(random_state(LARGE), "memory")
-            (data,) = storage.files.values()
-            data[8 * KiB] ^= 1
-            num_blocks = SMALL.slab_nbytes // SMALL.block_nbytes
-            begun = len(storage.operations) + 4  # the manifest, sizes, the file
-            storage.fault = fail_at(begun + num_blocks + 2, errno.EIO)
-            with pytest.raises(CorruptionError, match="checksum"):
-                await engine.load("memory")
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}, LONE_READER) as engine:
+        await engine.save(random_state(LARGE), "memory")
+        (data,) = storage.files.values()
+        data[8 * KiB] ^= 1
+        num_blocks = SMALL.slab_nbytes // SMALL.block_nbytes
+        begun = len(storage.operations) + 4  # the manifest, sizes, the file
+        storage.fault = fail_at(begun + num_blocks + 2, errno.EIO)
+        with pytest.raises(CorruptionError, match="checksum"):
+            await engine.load("memory")
 
 
 async def test_a_cancelled_load_reads_no_more_than_the_range_it_is_at() -> None:
@@ -223,20 +221,17 @@ def test_a_range_that_does_not_fit_is_left_where_it_is() -> None:
     assert (shared.take(9), shared.take(9), shared.take(9)) == (ranges[1], ranges[2], None)
 
 
-def test_all_damage_in_small_files_is_collected() -> None:
+@in_virtual_time
+async def test_all_damage_in_small_files_is_collected() -> None:
     """A visit to a thread ends with the first; the next one goes on behind it."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}, ONE_EACH) as engine:
-            await engine.save(random_state(FILES), "memory")
-            damaged = sorted(storage.files)[3:9]
-            for name in damaged:
-                storage.files[name][-1] ^= 1
-            report = await engine.verify("memory")
-            assert sorted({error.file for error in report.damage}) == damaged
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}, ONE_EACH) as engine:
+        await engine.save(random_state(FILES), "memory")
+        damaged = sorted(storage.files)[3:9]
+        for name in damaged:
+            storage.files[name][-1] ^= 1
+        report = await engine.verify("memory")
+        assert sorted({error.file for error in report.damage}) == damaged
 
 
 def test_fewer_lanes_map_larger_slabs() -> None:

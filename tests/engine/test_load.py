@@ -40,6 +40,7 @@ from tests.rig import (
     random_state,
     values_in,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,22 +134,19 @@ def test_cancelling_anywhere_leaves_nothing_behind(
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_state_ten_times_the_pool_is_loaded_in_waves() -> None:
+@in_virtual_time
+async def test_a_state_ten_times_the_pool_is_loaded_in_waves() -> None:
     """Memory beside the targets is the pool."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        config = config_with(pool_nbytes=128 * KiB, max_writes=2, max_reads=2, max_copies=2)
-        async with inline_engine({"memory": storage}, config) as engine:
-            state = await saved(engine, [600 * KiB, 700 * KiB, 13])
-            target = zeros_like(state)
-            pointers = [tensor.data_ptr() for tensor in target.values()]
-            assert await engine.load("memory", into=target) is target
-            assert_same(target, state)
-            assert [tensor.data_ptr() for tensor in target.values()] == pointers
-            assert engine.statistics().num_allocations == 2
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    config = config_with(pool_nbytes=128 * KiB, max_writes=2, max_reads=2, max_copies=2)
+    async with inline_engine({"memory": storage}, config) as engine:
+        state = await saved(engine, [600 * KiB, 700 * KiB, 13])
+        target = zeros_like(state)
+        pointers = [tensor.data_ptr() for tensor in target.values()]
+        assert await engine.load("memory", into=target) is target
+        assert_same(target, state)
+        assert [tensor.data_ptr() for tensor in target.values()] == pointers
+        assert engine.statistics().num_allocations == 2
 
 
 @given(
@@ -197,7 +195,8 @@ def test_no_damaged_block_lands(sizes: Sequence[int], seed: int, where: int, bit
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_thousand_damaged_blocks_are_said_at_the_cost_of_one_each(
+@in_virtual_time
+async def test_a_thousand_damaged_blocks_are_said_at_the_cost_of_one_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sums of a file are not unpacked for each; where nobody collects, one ends a range."""
@@ -205,23 +204,20 @@ def test_a_thousand_damaged_blocks_are_said_at_the_cost_of_one_each(
     monkeypatch.setattr("ckptio.format.manifest.unpack_checksums", unpacked)
     monkeypatch.setattr(landing, "_damage", named)
 
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, [1000 * SMALL.block_nbytes])
-            for name, data in storage.files.items():
-                storage.files[name] = bytearray(byte ^ 1 for byte in data)
-            unpacked.num = 0
-            report = await engine.verify("memory")
-            assert len(report.damage) == named.num >= 1000
-            assert all(damage.fqns == ("tensor0",) for damage in report.damage[1:-1])
-            assert unpacked.num <= 2 * len(storage.files)
-            named.num = 0
-            with pytest.raises(CorruptionError):
-                await engine.load("memory", into=state)
-            assert 1 <= named.num <= SMALL.max_reads
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, [1000 * SMALL.block_nbytes])
+        for name, data in storage.files.items():
+            storage.files[name] = bytearray(byte ^ 1 for byte in data)
+        unpacked.num = 0
+        report = await engine.verify("memory")
+        assert len(report.damage) == named.num >= 1000
+        assert all(damage.fqns == ("tensor0",) for damage in report.damage[1:-1])
+        assert unpacked.num <= 2 * len(storage.files)
+        named.num = 0
+        with pytest.raises(CorruptionError):
+            await engine.load("memory", into=state)
+        assert 1 <= named.num <= SMALL.max_reads
 
 
 class Counted:
@@ -236,24 +232,22 @@ class Counted:
         return self._function(*arguments)
 
 
-def test_files_that_are_gone_are_named_in_one_pass_over_the_tensors(
+@in_virtual_time
+async def test_files_that_are_gone_are_named_in_one_pass_over_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whose bytes lie where is found for all files at once, not for each."""
     passed = Counted(landing._spans_of)
     monkeypatch.setattr(landing, "_spans_of", passed)
 
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, [SMALL.bucket_nbytes] * 8)
-            assert len(storage.files) >= 8
-            storage.files.clear()
-            report = await engine.verify("memory")
-            assert {name for damage in report.damage for name in damage.fqns} == set(state)
-            assert passed.num == 1
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, [SMALL.bucket_nbytes] * 8)
+        assert len(storage.files) >= 8
+        storage.files.clear()
+        report = await engine.verify("memory")
+        assert {name for damage in report.damage for name in damage.fqns} == set(state)
+        assert passed.num == 1
 
 
 @given(sizes=sizes, seed=seeds)
@@ -283,37 +277,34 @@ def test_damage_names_the_tensors_that_have_bytes_there(sizes: Sequence[int], se
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
-def test_sizes_are_checked_before_anything_changes(change: str) -> None:
+@in_virtual_time
+async def test_sizes_are_checked_before_anything_changes(change: str) -> None:
     """One file of a wrong size: an error, and not one byte of the target is touched."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, [300 * KiB, 300 * KiB, 10])
-            name = max(storage.files)
-            nbytes = len(storage.files[name])
-            if change == "gone":
-                del storage.files[name]
-                found = "no such regular file", 0, nbytes
-            elif change == "longer":
-                storage.files[name] += b"x"
-                found = f"a file of {nbytes + 1} bytes", nbytes, nbytes + 1
-            else:
-                del storage.files[name][-1]
-                found = f"a file of {nbytes - 1} bytes", nbytes - 1, nbytes
-            target = zeros_like(state)
-            with pytest.raises(CorruptionError) as caught:
-                await engine.load("memory", into=target)
-            error = caught.value
-            assert (error.file, error.start, error.stop) == (name, *found[1:])
-            assert error.problem == f"{found[0]} instead of one of {nbytes} bytes"
-            assert_same(target, zeros_like(state))
-            assert not any(op.kind == "pread_into" for op in storage.operations)
-            report = await engine.verify("memory")
-            assert {damage.file for damage in report.damage} == {name}
-            assert not report.is_whole
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, [300 * KiB, 300 * KiB, 10])
+        name = max(storage.files)
+        nbytes = len(storage.files[name])
+        if change == "gone":
+            del storage.files[name]
+            found = "no such regular file", 0, nbytes
+        elif change == "longer":
+            storage.files[name] += b"x"
+            found = f"a file of {nbytes + 1} bytes", nbytes, nbytes + 1
+        else:
+            del storage.files[name][-1]
+            found = f"a file of {nbytes - 1} bytes", nbytes - 1, nbytes
+        target = zeros_like(state)
+        with pytest.raises(CorruptionError) as caught:
+            await engine.load("memory", into=target)
+        error = caught.value
+        assert (error.file, error.start, error.stop) == (name, *found[1:])
+        assert error.problem == f"{found[0]} instead of one of {nbytes} bytes"
+        assert_same(target, zeros_like(state))
+        assert not any(op.kind == "pread_into" for op in storage.operations)
+        report = await engine.verify("memory")
+        assert {damage.file for damage in report.damage} == {name}
+        assert not report.is_whole
 
 
 @given(seed=seeds, num=st.integers(1, 4), delay_s=st.floats(0, 0.2))
@@ -345,91 +336,77 @@ def test_loads_beside_overwrites_get_one_or_are_told(seed: int, num: int, delay_
     run_virtual(scenario(), seed=seed)
 
 
-def test_another_config_reads_the_same_checkpoint() -> None:
+@in_virtual_time
+async def test_another_config_reads_the_same_checkpoint() -> None:
     """Block, slab and bucket sizes of the writer need not be the reader's."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, [300 * KiB, 50, 4097])
-        for options in (
-            {"block_nbytes": 64 * KiB},
-            {"slab_nbytes": 8 * KiB, "pool_nbytes": 64 * KiB},
-            {"slab_nbytes": 256 * KiB, "pool_nbytes": 1024 * KiB},
-        ):
-            async with inline_engine({"memory": storage}, config_with(**options)) as engine:
-                assert_same(await engine.load("memory"), state)
-                assert (await engine.verify("memory")).is_whole
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, [300 * KiB, 50, 4097])
+    for options in (
+        {"block_nbytes": 64 * KiB},
+        {"slab_nbytes": 8 * KiB, "pool_nbytes": 64 * KiB},
+        {"slab_nbytes": 256 * KiB, "pool_nbytes": 1024 * KiB},
+    ):
+        async with inline_engine({"memory": storage}, config_with(**options)) as engine:
+            assert_same(await engine.load("memory"), state)
+            assert (await engine.verify("memory")).is_whole
 
 
-def test_blocks_larger_than_a_slab_are_refused_with_a_way_out() -> None:
+@in_virtual_time
+async def test_blocks_larger_than_a_slab_are_refused_with_a_way_out() -> None:
     """The message names the option to raise; nothing is read."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        big = config_with(block_nbytes=64 * KiB)
-        async with inline_engine({"memory": storage}, big) as engine:
-            await saved(engine, [100 * KiB])
-        small = config_with(slab_nbytes=32 * KiB)
-        async with inline_engine({"memory": storage}, small) as engine:
-            for step in (engine.load, engine.verify):
-                with pytest.raises(ConfigError, match="slab_nbytes"):
-                    await step("memory")
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    big = config_with(block_nbytes=64 * KiB)
+    async with inline_engine({"memory": storage}, big) as engine:
+        await saved(engine, [100 * KiB])
+    small = config_with(slab_nbytes=32 * KiB)
+    async with inline_engine({"memory": storage}, small) as engine:
+        for step in (engine.load, engine.verify):
+            with pytest.raises(ConfigError, match="slab_nbytes"):
+                await step("memory")
 
 
-def test_nothing_there_is_not_found() -> None:
+@in_virtual_time
+async def test_nothing_there_is_not_found() -> None:
     """Every way to look at a checkpoint says so."""
-
-    async def scenario() -> None:
-        async with inline_engine({"memory": MemoryStorage()}) as engine:
-            for step in (engine.load, engine.load_with_report, engine.verify, engine.inspect):
-                with pytest.raises(CheckpointNotFoundError):
-                    await step("memory")
+    async with inline_engine({"memory": MemoryStorage()}) as engine:
+        for step in (engine.load, engine.load_with_report, engine.verify, engine.inspect):
             with pytest.raises(CheckpointNotFoundError):
-                await engine.load_slice("memory", "x", 0)
+                await step("memory")
+        with pytest.raises(CheckpointNotFoundError):
+            await engine.load_slice("memory", "x", 0)
 
-    run_virtual(scenario(), seed=0)
 
-
-def test_events_tell_the_course_of_a_load() -> None:
+@in_virtual_time
+async def test_events_tell_the_course_of_a_load() -> None:
     """Started, progress up to the whole, finished."""
     log = EventLog()
 
-    async def scenario() -> None:
-        async with inline_engine({"memory": MemoryStorage()}, SMALL, log) as engine:
-            info = await engine.save(random_state([100 * KiB, 10]), "memory")
-            began_s = time.perf_counter()
-            await engine.load("memory")
-            took_s = time.perf_counter() - began_s
-            (started,) = log.of(LoadStarted)
-            (finished,) = log.of(LoadFinished)
-            assert (started.num_tensors, started.num_files) == (2, info.num_files)
-            assert started.path == finished.path == "memory"
-            assert 0 < finished.elapsed_s <= took_s
-            assert started.nbytes == finished.nbytes == log.of(ReadProgressed)[-1].read_nbytes
-            assert 100 * KiB < started.nbytes < 110 * KiB
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine({"memory": MemoryStorage()}, SMALL, log) as engine:
+        info = await engine.save(random_state([100 * KiB, 10]), "memory")
+        began_s = time.perf_counter()
+        await engine.load("memory")
+        took_s = time.perf_counter() - began_s
+        (started,) = log.of(LoadStarted)
+        (finished,) = log.of(LoadFinished)
+        assert (started.num_tensors, started.num_files) == (2, info.num_files)
+        assert started.path == finished.path == "memory"
+        assert 0 < finished.elapsed_s <= took_s
+        assert started.nbytes == finished.nbytes == log.of(ReadProgressed)[-1].read_nbytes
+        assert 100 * KiB < started.nbytes < 110 * KiB
 
 
-def test_a_slice_reads_little_more_than_its_bytes() -> None:
+@in_virtual_time
+async def test_a_slice_reads_little_more_than_its_bytes() -> None:
     """Equal to the slice of the whole, for a few blocks of reading."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        tensor = torch.arange(100_000, dtype=torch.int32).view(1000, 100)
-        async with inline_engine({"memory": storage}) as engine:
-            await engine.save({"t": tensor}, "memory")
-            before = storage.counts.read_nbytes
-            part = await engine.load_slice("memory", "t", slice(500, 510))
-            assert torch.equal(part, tensor[500:510])
-            assert storage.counts.read_nbytes - before <= 4000 + 2 * SMALL.block_nbytes
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    tensor = torch.arange(100_000, dtype=torch.int32).view(1000, 100)
+    async with inline_engine({"memory": storage}) as engine:
+        await engine.save({"t": tensor}, "memory")
+        before = storage.counts.read_nbytes
+        part = await engine.load_slice("memory", "t", slice(500, 510))
+        assert torch.equal(part, tensor[500:510])
+        assert storage.counts.read_nbytes - before <= 4000 + 2 * SMALL.block_nbytes
 
 
 @pytest.mark.stress
@@ -464,72 +441,65 @@ def test_many_schedules_end_whole(seed: int) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_slice_of_what_changed_as_it_was_read_is_given_to_nobody() -> None:
+@in_virtual_time
+async def test_a_slice_of_what_changed_as_it_was_read_is_given_to_nobody() -> None:
     """Also where all files are there again when they are looked at once more."""
 
     def change(operation: Operation) -> None:
         if operation.kind == "open":
             raise CheckpointChangedError("memory")
 
-    async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        async with inline_engine({"memory": storage}) as engine:
-            await engine.save({"t": torch.arange(1000)}, "memory")
-            for _ in range(2):  # the sizes of the second time are known
-                storage.fault = change
-                with pytest.raises(CheckpointChangedError):
-                    await engine.load_slice("memory", "t", slice(9))
-                storage.fault = None
-                part = await engine.load_slice("memory", "t", slice(9))
-                assert torch.equal(part, torch.arange(9))
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage("memory")
+    async with inline_engine({"memory": storage}) as engine:
+        await engine.save({"t": torch.arange(1000)}, "memory")
+        for _ in range(2):  # the sizes of the second time are known
+            storage.fault = change
+            with pytest.raises(CheckpointChangedError):
+                await engine.load_slice("memory", "t", slice(9))
+            storage.fault = None
+            part = await engine.load_slice("memory", "t", slice(9))
+            assert torch.equal(part, torch.arange(9))
 
 
 @pytest.mark.parametrize("kind", ["sizes", "open"])
-def test_what_is_found_to_be_overwritten_is_read_anew(kind: str) -> None:
+@in_virtual_time
+async def test_what_is_found_to_be_overwritten_is_read_anew(kind: str) -> None:
     """The manifest that was remembered is not trusted any more."""
 
     def change(operation: Operation) -> None:
         if operation.kind == kind:
             raise CheckpointChangedError("memory")
 
-    async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, [10 * KiB])
-            storage.fault = change
-            with pytest.raises(CheckpointChangedError):
-                await engine.load("memory")
-            storage.fault = None
-            storage.operations.clear()
-            for _ in range(2):  # the second time it is remembered again
-                assert_same(await engine.load("memory"), state)
-                kinds = [operation.kind for operation in storage.operations]
-                assert kinds.count("read_manifest") == 1
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_what_is_taken_on_trust_is_looked_at_before_it_counts_as_damaged() -> None:
-    """Somebody else may have overwritten the checkpoint since its manifest was read."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        places = {"memory": storage}
-        async with (
-            inline_engine(places, config_with(cache_ttl_s=3600.0)) as engine,
-            inline_engine(places) as other,
-        ):
-            await saved(engine, [10 * KiB])
+    storage = MemoryStorage("memory")
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, [10 * KiB])
+        storage.fault = change
+        with pytest.raises(CheckpointChangedError):
             await engine.load("memory")
-            state = random_state([20 * KiB])
-            await other.save(state, "memory", overwrite=True)
-            with pytest.raises(CheckpointChangedError):
-                await engine.load("memory")
+        storage.fault = None
+        storage.operations.clear()
+        for _ in range(2):  # the second time it is remembered again
             assert_same(await engine.load("memory"), state)
+            kinds = [operation.kind for operation in storage.operations]
+            assert kinds.count("read_manifest") == 1
 
-    run_virtual(scenario(), seed=0)
+
+@in_virtual_time
+async def test_what_is_taken_on_trust_is_looked_at_before_it_counts_as_damaged() -> None:
+    """Somebody else may have overwritten the checkpoint since its manifest was read."""
+    storage = MemoryStorage("memory")
+    places = {"memory": storage}
+    async with (
+        inline_engine(places, config_with(cache_ttl_s=3600.0)) as engine,
+        inline_engine(places) as other,
+    ):
+        await saved(engine, [10 * KiB])
+        await engine.load("memory")
+        state = random_state([20 * KiB])
+        await other.save(state, "memory", overwrite=True)
+        with pytest.raises(CheckpointChangedError):
+            await engine.load("memory")
+        assert_same(await engine.load("memory"), state)
 
 
 class CancelledOpen(MemoryStorage):
@@ -540,43 +510,39 @@ class CancelledOpen(MemoryStorage):
         raise asyncio.CancelledError
 
 
-def test_a_load_of_which_a_part_was_cancelled_fails() -> None:
+@in_virtual_time
+async def test_a_load_of_which_a_part_was_cancelled_fails() -> None:
     """Groups of tasks take that for a success; the target would not be filled."""
-
-    async def scenario() -> None:
-        async with inline_engine({"memory": CancelledOpen("memory")}) as engine:
-            await saved(engine, [10 * KiB])
-            with pytest.raises(StateError, match="a part of 'memory' was cancelled"):
-                await engine.load("memory")
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine({"memory": CancelledOpen("memory")}) as engine:
+        await saved(engine, [10 * KiB])
+        with pytest.raises(StateError, match="a part of 'memory' was cancelled"):
+            await engine.load("memory")
 
 
-def test_a_slice_needs_the_files_that_hold_it_alone() -> None:
+@in_virtual_time
+async def test_a_slice_needs_the_files_that_hold_it_alone() -> None:
     """What another rank wrote of the tensor may be gone."""
     tensor = torch.arange(64 * KiB).reshape(64, 1024)
 
-    async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        async with job(2, storage, SMALL) as ranks:
+    storage = MemoryStorage("memory")
+    async with job(2, storage, SMALL) as ranks:
 
-            async def save(rank: int, engine: Engine) -> None:
-                await engine.save({"t": shards_of(tensor, (2, 1))[rank]}, "memory")
+        async def save(rank: int, engine: Engine) -> None:
+            await engine.save({"t": shards_of(tensor, (2, 1))[rank]}, "memory")
 
-            await ranks.all(save)
-        assert storage.manifest is not None
-        files = {entry.rank: entry.name for entry in decode_manifest(storage.manifest).files}
-        del storage.files[files[1]]
-        async with inline_engine({"memory": storage}) as engine:
-            part = await engine.load_slice("memory", "t", (slice(3, 32), slice(7)))
-            assert torch.equal(part, tensor[3:32, :7])
-            with pytest.raises(CorruptionError, match="no such regular file"):
-                await engine.load_slice("memory", "t", slice(3, 33))
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(save)
+    assert storage.manifest is not None
+    files = {entry.rank: entry.name for entry in decode_manifest(storage.manifest).files}
+    del storage.files[files[1]]
+    async with inline_engine({"memory": storage}) as engine:
+        part = await engine.load_slice("memory", "t", (slice(3, 32), slice(7)))
+        assert torch.equal(part, tensor[3:32, :7])
+        with pytest.raises(CorruptionError, match="no such regular file"):
+            await engine.load_slice("memory", "t", slice(3, 33))
 
 
-def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
+@in_virtual_time
+async def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In an object store a look at a file takes as long as the slice; the tree may be large."""
@@ -589,33 +555,30 @@ def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
 
     monkeypatch.setattr(names, "walk", counted)
 
-    async def scenario() -> None:
-        storage, other_storage = MemoryStorage("memory"), MemoryStorage("other")
-        recalled: list[object] = []
-        monkeypatch.setattr(storage, "recall", recalled.append)
-        async with inline_engine({"memory": storage, "other": other_storage}) as engine:
-            await engine.save({**tensors, "n": [1, 2]}, "memory")
-            await engine.save({**tensors, "n": [1, 2]}, "other")
-            storage.operations.clear()
-            for name in ("t", "bytes"):
-                for start in (5, 50, 150):
-                    for path in ("memory", "other"):  # in turns
-                        part = await engine.load_slice(path, name, slice(start, start + 9))
-                        assert torch.equal(part, tensors[name][start : start + 9])
-            assert len(walks) == 2
-            assert len(recalled) == 6  # each time: else it asks what is there
-            assert [operation.kind for operation in storage.operations].count("sizes") == 1
-            other = {"t": torch.zeros(10)}
-            await engine.save(other, "memory", overwrite=True)
-            assert torch.equal(await engine.load_slice("memory", "t", slice(3)), torch.zeros(3))
-            with pytest.raises(TargetError, match="no tensor 'bytes'"):
-                await engine.load_slice("memory", "bytes", 0)
-            for name in list(storage.files):
-                del storage.files[name][-10:]
-            with pytest.raises(CorruptionError):
-                await engine.load_slice("memory", "t", slice(3))
-            storage.files.clear()
-            with pytest.raises(CorruptionError, match="no such regular file"):
-                await engine.load_slice("memory", "t", slice(3))
-
-    run_virtual(scenario(), seed=0)
+    storage, other_storage = MemoryStorage("memory"), MemoryStorage("other")
+    recalled: list[object] = []
+    monkeypatch.setattr(storage, "recall", recalled.append)
+    async with inline_engine({"memory": storage, "other": other_storage}) as engine:
+        await engine.save({**tensors, "n": [1, 2]}, "memory")
+        await engine.save({**tensors, "n": [1, 2]}, "other")
+        storage.operations.clear()
+        for name in ("t", "bytes"):
+            for start in (5, 50, 150):
+                for path in ("memory", "other"):  # in turns
+                    part = await engine.load_slice(path, name, slice(start, start + 9))
+                    assert torch.equal(part, tensors[name][start : start + 9])
+        assert len(walks) == 2
+        assert len(recalled) == 6  # each time: else it asks what is there
+        assert [operation.kind for operation in storage.operations].count("sizes") == 1
+        other = {"t": torch.zeros(10)}
+        await engine.save(other, "memory", overwrite=True)
+        assert torch.equal(await engine.load_slice("memory", "t", slice(3)), torch.zeros(3))
+        with pytest.raises(TargetError, match="no tensor 'bytes'"):
+            await engine.load_slice("memory", "bytes", 0)
+        for name in list(storage.files):
+            del storage.files[name][-10:]
+        with pytest.raises(CorruptionError):
+            await engine.load_slice("memory", "t", slice(3))
+        storage.files.clear()
+        with pytest.raises(CorruptionError, match="no such regular file"):
+            await engine.load_slice("memory", "t", slice(3))

@@ -32,9 +32,10 @@ from ckptio.errors import (
 from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.pool import CopiesLostError, SlabPool
-from ckptio.testing import MemoryStorage, RecordingFiles, run_virtual
+from ckptio.testing import MemoryStorage, RecordingFiles
 from tests.job_rig import job
 from tests.rig import SMALL, FilesCore, assert_same, config_with, inline_engine, random_state
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -340,7 +341,8 @@ def test_a_state_that_is_refused_is_let_go_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_collections")
-def test_a_state_that_is_refused_in_a_job_is_let_go_of() -> None:
+@in_virtual_time
+async def test_a_state_that_is_refused_in_a_job_is_let_go_of() -> None:
     """Though the other ranks are told."""
 
     async def refused(rank: int, engine: ckptio.Engine) -> weakref.ref[torch.Tensor]:
@@ -350,13 +352,10 @@ def test_a_state_that_is_refused_in_a_job_is_let_go_of() -> None:
             await engine.save({"t": tensor, "f": print}, "memory")
         return weakref.ref(tensor)
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
-            gone = await ranks.all(refused)
-            await asyncio.sleep(1)  # until they have been told
-            assert [tensor() for tensor in gone] == [None, None]
-
-    run_virtual(scenario(), seed=0)
+    async with job(2) as ranks:
+        gone = await ranks.all(refused)
+        await asyncio.sleep(1)  # until they have been told
+        assert [tensor() for tensor in gone] == [None, None]
 
 
 @pytest.mark.usefixtures("no_collections")

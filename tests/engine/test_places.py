@@ -14,6 +14,7 @@ from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, run_virtual
 from tests.job_rig import Job, assert_equal, blank_of, job, shards_of
 from tests.rig import config_with, inline_engine
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,35 +72,31 @@ def tp_dp_states() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("exchange", ["on", "off"])
-def test_each_of_32_ranks_opens_its_own_file_and_no_other(exchange: str) -> None:
+@in_virtual_time
+async def test_each_of_32_ranks_opens_its_own_file_and_no_other(exchange: str) -> None:
     """Tensor-parallel by 4, data-parallel by 8, norms on all: 32 files opened in all."""
     states = tp_dp_states()
 
-    async def scenario() -> None:
-        config = config_with(replicate="local", exchange=exchange)
-        async with job(len(states), config=config) as ranks:
-            manifest = await save_states(ranks, states)
-            written = ranks.written_nbytes()
-            assert max(written) <= 1.10 * sum(written) / len(written)
-            await load_states(ranks, states)
-            own = [[file_of(manifest, rank)] for rank in range(len(states))]
-            assert ranks.opened() == own
-            assert ranks.linker.networks == []
-
-    run_virtual(scenario(), seed=0)
+    config = config_with(replicate="local", exchange=exchange)
+    async with job(len(states), config=config) as ranks:
+        manifest = await save_states(ranks, states)
+        written = ranks.written_nbytes()
+        assert max(written) <= 1.10 * sum(written) / len(written)
+        await load_states(ranks, states)
+        own = [[file_of(manifest, rank)] for rank in range(len(states))]
+        assert ranks.opened() == own
+        assert ranks.linker.networks == []
 
 
-def test_without_local_copies_ranks_open_the_files_of_others() -> None:
+@in_virtual_time
+async def test_without_local_copies_ranks_open_the_files_of_others() -> None:
     """What local copies save: norms written once lie in the files of a few."""
     states = tp_dp_states()
 
-    async def scenario() -> None:
-        async with job(len(states), config=config_with(exchange="off")) as ranks:
-            await save_states(ranks, states)
-            await load_states(ranks, states)
-            assert sum(map(len, ranks.opened())) > len(states)
-
-    run_virtual(scenario(), seed=0)
+    async with job(len(states), config=config_with(exchange="off")) as ranks:
+        await save_states(ranks, states)
+        await load_states(ranks, states)
+        assert sum(map(len, ranks.opened())) > len(states)
 
 
 @given(
@@ -135,21 +132,18 @@ def test_nothing_is_missing_at_another_parallel_size(
     run_virtual(scenario(), seed=seed)
 
 
-def test_what_is_above_the_threshold_is_written_once() -> None:
+@in_virtual_time
+async def test_what_is_above_the_threshold_is_written_once() -> None:
     """Only small replicas are copied; large ones are shared out."""
-
-    async def scenario() -> None:
-        state = {"small": torch.ones(256), "large": torch.ones(64 * KiB)}
-        config = config_with(replicate="local", local_replica_nbytes=1 * KiB)
-        async with job(4, config=config) as ranks:
-            manifest = await save_states(ranks, [state] * 4)
-            tensors = {tensor.name: tensor for tensor in manifest.tensors}
-            assert len(tensors["small"].chunks[0].copies) == 3
-            assert all(chunk.copies == () for chunk in tensors["large"].chunks)
-            written = ranks.written_nbytes()
-            assert max(written) <= 1.10 * sum(written) / 4
-
-    run_virtual(scenario(), seed=0)
+    state = {"small": torch.ones(256), "large": torch.ones(64 * KiB)}
+    config = config_with(replicate="local", local_replica_nbytes=1 * KiB)
+    async with job(4, config=config) as ranks:
+        manifest = await save_states(ranks, [state] * 4)
+        tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        assert len(tensors["small"].chunks[0].copies) == 3
+        assert all(chunk.copies == () for chunk in tensors["large"].chunks)
+        written = ranks.written_nbytes()
+        assert max(written) <= 1.10 * sum(written) / 4
 
 
 @given(
@@ -217,85 +211,76 @@ def test_a_load_fails_on_every_rank_when_no_copy_is_left(seed: int, loaded: int)
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_lost_file_with_a_block_that_has_no_copy_fails_the_load() -> None:
+@in_virtual_time
+async def test_a_lost_file_with_a_block_that_has_no_copy_fails_the_load() -> None:
     """Copies of what else was in it do not help: all ranks raise, and name the file."""
+    weight = torch.arange(64.0).reshape(16, 4)
+    states = [{"w": shard, **norms(1)} for shard in shards_of(weight, (4, 1))]
+    async with job(4, config=LOCAL) as ranks:
+        manifest = await save_states(ranks, states)
+        lost = file_of(manifest, 2)
+        del ranks.place.files[lost]
 
-    async def scenario() -> None:
-        weight = torch.arange(64.0).reshape(16, 4)
-        states = [{"w": shard, **norms(1)} for shard in shards_of(weight, (4, 1))]
-        async with job(4, config=LOCAL) as ranks:
-            manifest = await save_states(ranks, states)
-            lost = file_of(manifest, 2)
-            del ranks.place.files[lost]
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.load("memory", into=blank_of(states[rank]))
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.load("memory", into=blank_of(states[rank]))
-
-            ends = await ranks.each(body)
-            assert isinstance(ends[2], CorruptionError)
-            assert ends[2].file == lost
-            for end in (ends[0], ends[1], ends[3]):
-                assert isinstance(end, RankError)
-                assert lost in end.causes[2]
-
-    run_virtual(scenario(), seed=0)
+        ends = await ranks.each(body)
+        assert isinstance(ends[2], CorruptionError)
+        assert ends[2].file == lost
+        for end in (ends[0], ends[1], ends[3]):
+            assert isinstance(end, RankError)
+            assert lost in end.causes[2]
 
 
-def test_a_rank_alone_takes_copies_too() -> None:
+@in_virtual_time
+async def test_a_rank_alone_takes_copies_too() -> None:
     """A checkpoint of many ranks, loaded by one, with files missing."""
     state = norms(3)
     log = EventLog()
 
-    async def scenario() -> None:
-        async with job(3, config=LOCAL) as ranks:
-            manifest = await save_states(ranks, [state] * 3)
-            place = ranks.place
-        lost = file_of(manifest, 0)
-        del place.files[lost]
-        async with inline_engine({"memory": place}, LOCAL, log) as engine:
-            assert_equal(await engine.load("memory"), state)
-            first = await engine.load("memory", select="norm1")
-            assert torch.equal(first["norm1"], state["norm1"])
-        assert {event.file for event in log.of(ReplicaSubstituted)} == {lost}
-
-    run_virtual(scenario(), seed=0)
+    async with job(3, config=LOCAL) as ranks:
+        manifest = await save_states(ranks, [state] * 3)
+        place = ranks.place
+    lost = file_of(manifest, 0)
+    del place.files[lost]
+    async with inline_engine({"memory": place}, LOCAL, log) as engine:
+        assert_equal(await engine.load("memory"), state)
+        first = await engine.load("memory", select="norm1")
+        assert torch.equal(first["norm1"], state["norm1"])
+    assert {event.file for event in log.of(ReplicaSubstituted)} == {lost}
 
 
-def test_a_copy_of_the_same_host_goes_before_others() -> None:
+@in_virtual_time
+async def test_a_copy_of_the_same_host_goes_before_others() -> None:
     """Ranks that moved to another machine read what that machine wrote."""
     state = norms(4)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory")
-        async with job(4, place, LOCAL, hosts=["a", "a", "b", "b"]) as ranks:
-            manifest = await save_states(ranks, [state] * 4)
-        hosts = {entry.name: manifest.hosts[entry.rank] for entry in manifest.files}
-        assert sorted(hosts.values()) == ["a", "a", "b", "b"]
-        async with job(5, place, LOCAL, hosts=["b", "b", "a", "a", "c"]) as ranks:
-            await load_states(ranks, [state] * 5)
-            opened = ranks.opened()
-        assert [[hosts[name] for name in names] for names in opened[:4]] == [
-            ["b"], ["b"], ["a"], ["a"],
-        ]  # fmt: skip
-        assert len(opened[4]) == 1
-
-    run_virtual(scenario(), seed=0)
+    place = MemoryStorage("memory")
+    async with job(4, place, LOCAL, hosts=["a", "a", "b", "b"]) as ranks:
+        manifest = await save_states(ranks, [state] * 4)
+    hosts = {entry.name: manifest.hosts[entry.rank] for entry in manifest.files}
+    assert sorted(hosts.values()) == ["a", "a", "b", "b"]
+    async with job(5, place, LOCAL, hosts=["b", "b", "a", "a", "c"]) as ranks:
+        await load_states(ranks, [state] * 5)
+        opened = ranks.opened()
+    assert [[hosts[name] for name in names] for names in opened[:4]] == [
+        ["b"], ["b"], ["a"], ["a"],
+    ]  # fmt: skip
+    assert len(opened[4]) == 1
 
 
-def test_a_job_on_other_machines_still_opens_one_file_a_rank() -> None:
+@in_virtual_time
+async def test_a_job_on_other_machines_still_opens_one_file_a_rank() -> None:
     """Where every host has another name, files are told apart by the rank that wrote them."""
     states = tp_dp_states()
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory")
-        num_ranks = len(states)
-        async with job(num_ranks, place, LOCAL, hosts=["old"] * num_ranks) as ranks:
-            manifest = await save_states(ranks, states)
-        async with job(num_ranks, place, LOCAL, hosts=["new"] * num_ranks) as ranks:
-            await load_states(ranks, states)
-            assert ranks.opened() == [[file_of(manifest, rank)] for rank in range(num_ranks)]
-
-    run_virtual(scenario(), seed=0)
+    place = MemoryStorage("memory")
+    num_ranks = len(states)
+    async with job(num_ranks, place, LOCAL, hosts=["old"] * num_ranks) as ranks:
+        manifest = await save_states(ranks, states)
+    async with job(num_ranks, place, LOCAL, hosts=["new"] * num_ranks) as ranks:
+        await load_states(ranks, states)
+        assert ranks.opened() == [[file_of(manifest, rank)] for rank in range(num_ranks)]
 
 
 @given(seed=seeds, number=st.integers(0, 40), rank=st.integers(0, 2))

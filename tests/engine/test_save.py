@@ -40,6 +40,7 @@ from tests.rig import (
     inline_engine,
     random_state,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,17 +64,14 @@ class CancelledClose(MemoryStorage):
             raise asyncio.CancelledError
 
 
-def test_a_file_that_was_not_closed_is_not_committed() -> None:
+@in_virtual_time
+async def test_a_file_that_was_not_closed_is_not_committed() -> None:
     """All of its bytes are summed by then, but an object is there only when it is closed."""
-
-    async def scenario() -> None:
-        storage = CancelledClose("memory")
-        async with inline_engine({"memory": storage}) as engine:
-            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
-                await engine.save(random_state([50 * KiB]), "memory")
-        assert storage.manifest is None
-
-    run_virtual(scenario(), seed=0)
+    storage = CancelledClose("memory")
+    async with inline_engine({"memory": storage}) as engine:
+        with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+            await engine.save(random_state([50 * KiB]), "memory")
+    assert storage.manifest is None
 
 
 class CancelledBegin(MemoryStorage):
@@ -85,15 +83,12 @@ class CancelledBegin(MemoryStorage):
 
 
 @pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
-def test_a_save_that_did_not_begin_is_aborted(state: dict[str, torch.Tensor]) -> None:
+@in_virtual_time
+async def test_a_save_that_did_not_begin_is_aborted(state: dict[str, torch.Tensor]) -> None:
     """Also one without files, of which none is missing."""
-
-    async def scenario() -> None:
-        async with inline_engine({"memory": CancelledBegin("memory")}) as engine:
-            with pytest.raises(SaveAbortedError, match="was cancelled"):
-                await engine.save(state, "memory")
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine({"memory": CancelledBegin("memory")}) as engine:
+        with pytest.raises(SaveAbortedError, match="was cancelled"):
+            await engine.save(state, "memory")
 
 
 class GatedStorage(MemoryStorage):
@@ -211,83 +206,77 @@ def test_writes_wait_for_no_copies_that_nobody_waits_for(seed: int) -> None:
 
 @pytest.mark.parametrize("ends", ["well", "in failure", "cancelled"])
 @pytest.mark.parametrize(("is_first", "wait_s"), [(True, 10), (False, 0.1)])
-def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
+@in_virtual_time
+async def test_copies_do_not_wait_for_the_place_that_they_are_written_to(
     ends: str, wait_s: float, *, is_first: bool
 ) -> None:
     """Training goes on meanwhile, also where it turns out that there is none."""
     state = random_state([50 * KiB, 20 * KiB])
     expected = clone(state)
 
-    async def scenario() -> None:
-        storage = SlowStorage("memory")
-        config = config_with(pool_nbytes=64 * SMALL.slab_nbytes)
-        loop = asyncio.get_running_loop()
-        async with inline_engine({"memory": storage}, config) as engine:
-            if not is_first:
-                await engine.save(state, "memory")
-            called_s = loop.time()
-            handle = engine.save(state, "memory", overwrite=True)
-            await handle.staged
-            assert wait_s <= loop.time() - called_s < wait_s + 0.5
-            for tensor in state.values():
-                tensor.zero_()
-            if ends == "well":
+    storage = SlowStorage("memory")
+    config = config_with(pool_nbytes=64 * SMALL.slab_nbytes)
+    loop = asyncio.get_running_loop()
+    async with inline_engine({"memory": storage}, config) as engine:
+        if not is_first:
+            await engine.save(state, "memory")
+        called_s = loop.time()
+        handle = engine.save(state, "memory", overwrite=True)
+        await handle.staged
+        assert wait_s <= loop.time() - called_s < wait_s + 0.5
+        for tensor in state.values():
+            tensor.zero_()
+        if ends == "well":
+            await handle
+            assert_same(await engine.load("memory"), expected)
+        elif ends == "in failure":
+            storage.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
                 await handle
-                assert_same(await engine.load("memory"), expected)
-            elif ends == "in failure":
-                storage.fault = fail_kind("begin")
-                with pytest.raises(StorageError):
-                    await handle
-            else:
-                handle.abort()
-                with pytest.raises(SaveAbortedError):
-                    await handle
-            assert engine._core.context.pool.statistics().leased_nbytes == 0
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=0)
+        else:
+            handle.abort()
+            with pytest.raises(SaveAbortedError):
+                await handle
+        assert engine._core.context.pool.statistics().leased_nbytes == 0
+    assert_nothing_left(storage)
 
 
 @pytest.mark.parametrize("num_more", [1, 16])
 @pytest.mark.parametrize("num_slabs", [1, 2, 4])
-def test_others_go_on_while_a_place_does_not_answer(num_slabs: int, num_more: int) -> None:
+@in_virtual_time
+async def test_others_go_on_while_a_place_does_not_answer(num_slabs: int, num_more: int) -> None:
     """A state that does not fit in the pool leaves a slab to them, however little is missing."""
     state = random_state([(num_slabs + num_more) * SMALL.slab_nbytes - 8 * KiB])  # and a header
 
-    async def scenario() -> None:
-        storages = {"slow": SlowStorage("slow"), "other": MemoryStorage("other")}
-        config = config_with(pool_nbytes=num_slabs * SMALL.slab_nbytes)
-        async with inline_engine(storages, config) as engine:
-            handle = engine.save(state, "slow")
-            await asyncio.sleep(1)
-            await engine.save(state, "other")
-            assert_same(await engine.load("other"), state)
-            assert asyncio.get_running_loop().time() < SlowStorage.begin_s
-            await handle
-            assert_same(await engine.load("slow"), state)
-
-    run_virtual(scenario(), seed=0)
+    storages = {"slow": SlowStorage("slow"), "other": MemoryStorage("other")}
+    config = config_with(pool_nbytes=num_slabs * SMALL.slab_nbytes)
+    async with inline_engine(storages, config) as engine:
+        handle = engine.save(state, "slow")
+        await asyncio.sleep(1)
+        await engine.save(state, "other")
+        assert_same(await engine.load("other"), state)
+        assert asyncio.get_running_loop().time() < SlowStorage.begin_s
+        await handle
+        assert_same(await engine.load("slow"), state)
 
 
 @pytest.mark.parametrize("num_busy", [1, 2, 3, 4])
-def test_copies_go_on_when_others_give_slabs_back(num_busy: int) -> None:
+@in_virtual_time
+async def test_copies_go_on_when_others_give_slabs_back(num_busy: int) -> None:
     """A state that has room by then is copied, though its place does not answer yet."""
     nbytes = SMALL.slab_nbytes
 
-    async def scenario() -> None:
-        storages = {name: SlowStorage(name) for name in ("slow", "slower")}
-        storages["slower"].begin_s = 3 * SlowStorage.begin_s
-        config, loop = config_with(pool_nbytes=4 * nbytes), asyncio.get_running_loop()
-        async with inline_engine(storages, config) as engine:
-            busy = engine.save(random_state([(num_busy - 1) * nbytes + 1]), "slow")
-            await asyncio.sleep(1)
-            handle = engine.save(random_state([3 * nbytes]), "slower")
-            await busy
-            await handle.staged
-            assert loop.time() < SlowStorage.begin_s + 1
-            await handle
-
-    run_virtual(scenario(), seed=0)
+    storages = {name: SlowStorage(name) for name in ("slow", "slower")}
+    storages["slower"].begin_s = 3 * SlowStorage.begin_s
+    config, loop = config_with(pool_nbytes=4 * nbytes), asyncio.get_running_loop()
+    async with inline_engine(storages, config) as engine:
+        busy = engine.save(random_state([(num_busy - 1) * nbytes + 1]), "slow")
+        await asyncio.sleep(1)
+        handle = engine.save(random_state([3 * nbytes]), "slower")
+        await busy
+        await handle.staged
+        assert loop.time() < SlowStorage.begin_s + 1
+        await handle
 
 
 @pytest.mark.parametrize("state", [{}, random_state([KiB])], ids=["empty", "small"])
@@ -314,27 +303,24 @@ def test_nothing_is_told_of_a_save_that_has_ended(
     assert [type(event) for event in log.events] == [SaveStarted, SaveFailed]
 
 
-def test_who_waits_for_copies_hears_what_is_wrong_with_the_place() -> None:
+@in_virtual_time
+async def test_who_waits_for_copies_hears_what_is_wrong_with_the_place() -> None:
     """Training would go on without checkpoints; so the copies wait for the place for a moment."""
-
-    async def scenario() -> None:
-        storage = SlowStorage("memory")
-        storage.begin_s = 5
-        async with inline_engine({"memory": storage}) as engine:
-            await engine.save(random_state([KiB]), "memory")
-        async with inline_engine({"memory": storage}) as engine:
-            with pytest.raises(CheckpointExistsError):
-                await engine.save(random_state([KiB]), "memory").staged
-            await engine.save(random_state([KiB]), "memory", overwrite=True)
-            storage.begin_s = 0.05
-            with pytest.raises(CheckpointExistsError):
-                await engine.save(random_state([KiB]), "memory").staged
-            handle = engine.save(random_state([KiB]), "memory", overwrite=True)
-            await handle.staged
-            assert storage.counts.num_open_attempts == 1
-            await handle
-
-    run_virtual(scenario(), seed=0)
+    storage = SlowStorage("memory")
+    storage.begin_s = 5
+    async with inline_engine({"memory": storage}) as engine:
+        await engine.save(random_state([KiB]), "memory")
+    async with inline_engine({"memory": storage}) as engine:
+        with pytest.raises(CheckpointExistsError):
+            await engine.save(random_state([KiB]), "memory").staged
+        await engine.save(random_state([KiB]), "memory", overwrite=True)
+        storage.begin_s = 0.05
+        with pytest.raises(CheckpointExistsError):
+            await engine.save(random_state([KiB]), "memory").staged
+        handle = engine.save(random_state([KiB]), "memory", overwrite=True)
+        await handle.staged
+        assert storage.counts.num_open_attempts == 1
+        await handle
 
 
 class LateFiles(SlowStorage):
@@ -348,19 +334,17 @@ class LateFiles(SlowStorage):
         return attempt
 
 
-def test_that_all_is_copied_is_told_once() -> None:
+@in_virtual_time
+async def test_that_all_is_copied_is_told_once() -> None:
     """When the place has answered, and not again when it has been waited for long enough."""
     log = EventLog()
 
-    async def scenario() -> None:
-        async with inline_engine({"memory": LateFiles("memory")}, SMALL, log) as engine:
-            handle = engine.save(random_state([KiB]), "memory")
-            await handle.staged
-            assert asyncio.get_running_loop().time() == pytest.approx(LateFiles.begin_s, abs=1)
-            await handle
-            assert asyncio.get_running_loop().time() > 15
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine({"memory": LateFiles("memory")}, SMALL, log) as engine:
+        handle = engine.save(random_state([KiB]), "memory")
+        await handle.staged
+        assert asyncio.get_running_loop().time() == pytest.approx(LateFiles.begin_s, abs=1)
+        await handle
+        assert asyncio.get_running_loop().time() > 15
     assert len(log.of(SaveStaged)) == 1
 
 
@@ -483,21 +467,18 @@ def test_aborting_anywhere_leaves_nothing_behind(
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_save_aborted_before_it_began_never_begins() -> None:
+@in_virtual_time
+async def test_a_save_aborted_before_it_began_never_begins() -> None:
     """Aborting at once stops the save before its first operation."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            handle = engine.save(random_state([100]), "memory")
-            handle.abort()
-            with pytest.raises(SaveAbortedError, match="untouched"):
-                await handle
-            with pytest.raises(SaveAbortedError):
-                await handle.staged
-            assert storage.operations == []
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        handle = engine.save(random_state([100]), "memory")
+        handle.abort()
+        with pytest.raises(SaveAbortedError, match="untouched"):
+            await handle
+        with pytest.raises(SaveAbortedError):
+            await handle.staged
+        assert storage.operations == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -710,47 +691,45 @@ async def staged(handle: SaveHandle) -> None:
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", ["segment", "bucket"])
 @pytest.mark.parametrize("awaits_staged", [False, True], ids=["", "staged"])
-def test_a_part_that_somebody_cancels_fails_the_save(
+@in_virtual_time
+async def test_a_part_that_somebody_cancels_fails_the_save(
     kind: str, number: int, max_writes: int, *, awaits_staged: bool
 ) -> None:
     """What is left out by that is not taken for written, and what is behind it does not hang."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(max_delay_s=0.5)
-        config = config_with(
-            pool_nbytes=(1024 if awaits_staged else 64) * KiB,
-            bucket_nbytes=256 * KiB if kind == "segment" else 64 * KiB,
-            max_writes=max_writes,
-            max_copies=1,
-            max_reads=1,
-        )
-        async with inline_engine({"memory": storage}, config) as engine:
-            handle = engine.save(random_state([50 * KiB] * 4), "memory")
-            # who waits for it has what is copied written when all is
-            waiting = asyncio.create_task(staged(handle), name="waits") if awaits_staged else None
-            parts: list[asyncio.Task[object]] = []
-            while not parts:
-                await asyncio.sleep(0.01)
-                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
-            assert len(parts) == 4
-            parts.sort(key=lambda part: (len(part.get_name()), part.get_name()))
-            parts[number].cancel()
-            problem = r"a part of 'data-.*' was cancelled"
-            if waiting is not None:
-                with pytest.raises(SaveAbortedError, match=problem):
-                    await waiting
+    storage = MemoryStorage(max_delay_s=0.5)
+    config = config_with(
+        pool_nbytes=(1024 if awaits_staged else 64) * KiB,
+        bucket_nbytes=256 * KiB if kind == "segment" else 64 * KiB,
+        max_writes=max_writes,
+        max_copies=1,
+        max_reads=1,
+    )
+    async with inline_engine({"memory": storage}, config) as engine:
+        handle = engine.save(random_state([50 * KiB] * 4), "memory")
+        # who waits for it has what is copied written when all is
+        waiting = asyncio.create_task(staged(handle), name="waits") if awaits_staged else None
+        parts: list[asyncio.Task[object]] = []
+        while not parts:
+            await asyncio.sleep(0.01)
+            parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
+        assert len(parts) == 4
+        parts.sort(key=lambda part: (len(part.get_name()), part.get_name()))
+        parts[number].cancel()
+        problem = r"a part of 'data-.*' was cancelled"
+        if waiting is not None:
             with pytest.raises(SaveAbortedError, match=problem):
-                await handle
-        assert storage.manifest is None
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=0)
+                await waiting
+        with pytest.raises(SaveAbortedError, match=problem):
+            await handle
+    assert storage.manifest is None
+    assert_nothing_left(storage)
 
 
 @pytest.mark.parametrize("max_writes", [1, 2])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", ["segment", "bucket"])
-def test_a_part_that_is_cancelled_before_its_first_step_fails_the_save(
+@in_virtual_time
+async def test_a_part_that_is_cancelled_before_its_first_step_fails_the_save(
     kind: str, number: int, max_writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those behind it wait for what nobody would ever do."""
@@ -765,55 +744,48 @@ def test_a_part_that_is_cancelled_before_its_first_step_fails_the_save(
 
     monkeypatch.setattr(Siblings, "create_task", create)
 
-    async def scenario() -> None:
-        storage = MemoryStorage(max_delay_s=0.5)
-        nbytes = 256 * KiB if kind == "segment" else 64 * KiB
-        config = config_with(bucket_nbytes=nbytes, max_writes=max_writes)
-        async with inline_engine({"memory": storage}, config) as engine:
-            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
-                await engine.save(random_state([50 * KiB] * 4), "memory")
-        assert storage.manifest is None
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage(max_delay_s=0.5)
+    nbytes = 256 * KiB if kind == "segment" else 64 * KiB
+    config = config_with(bucket_nbytes=nbytes, max_writes=max_writes)
+    async with inline_engine({"memory": storage}, config) as engine:
+        with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+            await engine.save(random_state([50 * KiB] * 4), "memory")
+    assert storage.manifest is None
+    assert_nothing_left(storage)
 
 
 @pytest.mark.parametrize("kind", ["begin", "create"])
-def test_what_files_are_written_to_fails_the_save_where_somebody_cancels_it(kind: str) -> None:
+@in_virtual_time
+async def test_what_files_are_written_to_fails_the_save_where_somebody_cancels_it(
+    kind: str,
+) -> None:
     """Whoever waits for it does not hang."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(max_delay_s=0.5)
-        async with inline_engine({"memory": storage}) as engine:
-            handle = engine.save(random_state([50 * KiB] * 4), "memory")
-            parts: list[asyncio.Task[object]] = []
-            while not parts:
-                await asyncio.sleep(0.01)
-                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
-            parts[0].cancel()
-            with pytest.raises(SaveAbortedError, match="was cancelled"):
-                await handle
-        assert storage.manifest is None
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage(max_delay_s=0.5)
+    async with inline_engine({"memory": storage}) as engine:
+        handle = engine.save(random_state([50 * KiB] * 4), "memory")
+        parts: list[asyncio.Task[object]] = []
+        while not parts:
+            await asyncio.sleep(0.01)
+            parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
+        parts[0].cancel()
+        with pytest.raises(SaveAbortedError, match="was cancelled"):
+            await handle
+    assert storage.manifest is None
+    assert_nothing_left(storage)
 
 
-def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_engine() -> None:
+@in_virtual_time
+async def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_engine() -> None:
     """`cache_ttl_s` is about what others save: who saves over a checkpoint loads the new one."""
-
-    async def scenario() -> None:
-        storages = {name: MemoryStorage(name) for name in ("near/a", "far/a")}
-        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
-            for value in (1, 2):
-                state = filled_state([KiB], value)
-                handle = engine.save(state, "near/a", then="far/a", overwrite=True)
-                await handle
-                assert_same(await engine.load("near/a"), state)
-                await handle.durable
-                assert_same(await engine.load("far/a"), state)
-
-    run_virtual(scenario(), seed=0)
+    storages = {name: MemoryStorage(name) for name in ("near/a", "far/a")}
+    async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+        for value in (1, 2):
+            state = filled_state([KiB], value)
+            handle = engine.save(state, "near/a", then="far/a", overwrite=True)
+            await handle
+            assert_same(await engine.load("near/a"), state)
+            await handle.durable
+            assert_same(await engine.load("far/a"), state)
 
 
 class LosesTheAnswer(MemoryStorage):
@@ -834,40 +806,34 @@ class LosesTheAnswer(MemoryStorage):
         return attempt
 
 
-def test_a_commit_in_doubt_is_not_hidden_by_what_was_loaded_before() -> None:
+@in_virtual_time
+async def test_a_commit_in_doubt_is_not_hidden_by_what_was_loaded_before() -> None:
     """If it stands, it is what the next load finds."""
-
-    async def scenario() -> None:
-        storage = LosesTheAnswer("memory")
-        async with inline_engine({"memory": storage}, config_with(cache_ttl_s=1e6)) as engine:
-            await engine.save(filled_state([KiB], 1), "memory")
-            await engine.load("memory")
-            storage.loses = True
-            with pytest.raises(StorageError, match="it may stand"):
-                await engine.save(filled_state([KiB], 2), "memory", overwrite=True)
-            assert_same(await engine.load("memory"), filled_state([KiB], 2))
-
-    run_virtual(scenario(), seed=0)
+    storage = LosesTheAnswer("memory")
+    async with inline_engine({"memory": storage}, config_with(cache_ttl_s=1e6)) as engine:
+        await engine.save(filled_state([KiB], 1), "memory")
+        await engine.load("memory")
+        storage.loses = True
+        with pytest.raises(StorageError, match="it may stand"):
+            await engine.save(filled_state([KiB], 2), "memory", overwrite=True)
+        assert_same(await engine.load("memory"), filled_state([KiB], 2))
 
 
-def test_what_is_loaded_while_a_save_commits_hides_it_no_more_than_that() -> None:
+@in_virtual_time
+async def test_what_is_loaded_while_a_save_commits_hides_it_no_more_than_that() -> None:
     """It is the old one, and is forgotten when the new one is there."""
-
-    async def scenario() -> None:
-        open_gate = asyncio.Event()
+    open_gate = asyncio.Event()
+    open_gate.set()
+    storages = {"memory": GatedStorage("memory", open_gate)}
+    async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+        await engine.save(filled_state([KiB], 1), "memory")
+        open_gate.clear()
+        handle = engine.save(filled_state([KiB], 2), "memory", overwrite=True)
+        await asyncio.sleep(60)
+        assert_same(await engine.load("memory"), filled_state([KiB], 1))
         open_gate.set()
-        storages = {"memory": GatedStorage("memory", open_gate)}
-        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
-            await engine.save(filled_state([KiB], 1), "memory")
-            open_gate.clear()
-            handle = engine.save(filled_state([KiB], 2), "memory", overwrite=True)
-            await asyncio.sleep(60)
-            assert_same(await engine.load("memory"), filled_state([KiB], 1))
-            open_gate.set()
-            await handle
-            assert_same(await engine.load("memory"), filled_state([KiB], 2))
-
-    run_virtual(scenario(), seed=0)
+        await handle
+        assert_same(await engine.load("memory"), filled_state([KiB], 2))
 
 
 def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:

@@ -63,6 +63,7 @@ from tests.rig import (
     inline_engine,
     random_state,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -134,17 +135,14 @@ def test_the_copy_has_the_bytes_of_the_checkpoint(sizes: Sequence[int], seed: in
     run_virtual(scenario(), seed=seed)
 
 
-def test_without_a_second_tier_durable_is_the_commit() -> None:
+@in_virtual_time
+async def test_without_a_second_tier_durable_is_the_commit() -> None:
     """One moment, and no note."""
-
-    async def scenario() -> None:
-        storages = two()
-        async with inline_engine(storages) as engine:
-            handle = engine.save(filled_state(SIZES, 1), "near/a")
-            assert await handle.durable == await handle
-            assert "note" not in [op.kind for op in memory(storages, "near/a").operations]
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    async with inline_engine(storages) as engine:
+        handle = engine.save(filled_state(SIZES, 1), "near/a")
+        assert await handle.durable == await handle
+        assert "note" not in [op.kind for op in memory(storages, "near/a").operations]
 
 
 def test_the_first_tier_is_committed_before_the_copy_begins() -> None:
@@ -181,22 +179,19 @@ def test_a_copy_of_what_another_rank_finds_replaced_is_given_up(cause: str) -> N
     assert not is_replaced(StorageError("no", path="c", code=5))
 
 
-def test_the_place_of_the_checkpoint_is_no_second_tier() -> None:
+@in_virtual_time
+async def test_the_place_of_the_checkpoint_is_no_second_tier() -> None:
     """Refused before anything is written; so is a load of it, also by another name."""
-
-    async def scenario() -> None:
-        storages = two()
-        storages["link"] = memory(storages, "near/a").another_name("link")
-        async with inline_engine(storages) as engine:
-            with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
-                engine.save(filled_state([10], 1), "near/a", then="near/a")
-            with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
-                await engine.load("near/a", then="near/a")
-            with pytest.raises(ConfigError, match="where the checkpoint itself is"):
-                await engine.load("near/a", then="link")
-        assert memory(storages, "near/a").operations == []
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    storages["link"] = memory(storages, "near/a").another_name("link")
+    async with inline_engine(storages) as engine:
+        with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
+            engine.save(filled_state([10], 1), "near/a", then="near/a")
+        with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
+            await engine.load("near/a", then="near/a")
+        with pytest.raises(ConfigError, match="where the checkpoint itself is"):
+            await engine.load("near/a", then="link")
+    assert memory(storages, "near/a").operations == []
 
 
 @given(seed=seeds, number=st.integers(0, 120))
@@ -232,28 +227,25 @@ def test_a_failing_copy_leaves_the_first_tier(seed: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_a_part_of_a_copy_that_somebody_cancels_fails_the_copy(number: int) -> None:
+@in_virtual_time
+async def test_a_part_of_a_copy_that_somebody_cancels_fails_the_copy(number: int) -> None:
     """A file with a hole has the size of the whole one."""
-
-    async def scenario() -> None:
-        storages = two(delay_s=0.5)
-        config = config_with(pool_nbytes=1024 * KiB, bucket_nbytes=64 * KiB)
-        async with inline_engine(storages, config) as engine:
-            handle = engine.save(random_state([50 * KiB] * 4), "near/a", then="far/a")
-            await handle
-            parts: list[asyncio.Task[object]] = []
-            while not parts:
-                await asyncio.sleep(0.01)
-                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith("copy near/a ")]
-            parts.sort(key=lambda part: part.get_name())
-            parts[number].cancel()
-            with pytest.raises(StateError, match="copied a part of 'near/a' was cancelled"):
-                await handle.durable
-        assert memory(storages, "far/a").manifest is None
-        for storage in storages.values():
-            assert_quiet(cast("MemoryStorage", storage))
-
-    run_virtual(scenario(), seed=0)
+    storages = two(delay_s=0.5)
+    config = config_with(pool_nbytes=1024 * KiB, bucket_nbytes=64 * KiB)
+    async with inline_engine(storages, config) as engine:
+        handle = engine.save(random_state([50 * KiB] * 4), "near/a", then="far/a")
+        await handle
+        parts: list[asyncio.Task[object]] = []
+        while not parts:
+            await asyncio.sleep(0.01)
+            parts = [t for t in asyncio.all_tasks() if t.get_name().startswith("copy near/a ")]
+        parts.sort(key=lambda part: part.get_name())
+        parts[number].cancel()
+        with pytest.raises(StateError, match="copied a part of 'near/a' was cancelled"):
+            await handle.durable
+    assert memory(storages, "far/a").manifest is None
+    for storage in storages.values():
+        assert_quiet(cast("MemoryStorage", storage))
 
 
 async def owe(engine: Engine, far: MemoryStorage) -> SaveHandle:
@@ -266,46 +258,40 @@ async def owe(engine: Engine, far: MemoryStorage) -> SaveHandle:
     return handle
 
 
-def test_a_damaged_block_is_not_copied() -> None:
+@in_virtual_time
+async def test_a_damaged_block_is_not_copied() -> None:
     """Every block is verified on its way; the second tier has no checkpoint."""
-
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            await owe(engine, far)
-            name = max(near.files)
-            near.files[name][-1] ^= 1
-            with pytest.raises(CorruptionError) as raised:
-                await engine.finish_copies("near/a")
-            assert (raised.value.path, raised.value.file) == ("near/a", name)
-            assert far.manifest is None
-            near.files[name][-1] ^= 1
-            assert await engine.finish_copies("near/a") == ("far/a",)
-            assert await engine.finish_copies("near/a") == ()
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        await owe(engine, far)
+        name = max(near.files)
+        near.files[name][-1] ^= 1
+        with pytest.raises(CorruptionError) as raised:
+            await engine.finish_copies("near/a")
+        assert (raised.value.path, raised.value.file) == ("near/a", name)
+        assert far.manifest is None
+        near.files[name][-1] ^= 1
+        assert await engine.finish_copies("near/a") == ("far/a",)
+        assert await engine.finish_copies("near/a") == ()
+    assert_alike(storages)
 
 
-def test_another_checkpoint_at_the_second_tier_is_not_replaced() -> None:
+@in_virtual_time
+async def test_another_checkpoint_at_the_second_tier_is_not_replaced() -> None:
     """Without `overwrite` it stays, and `durable` says so; with it, it is replaced."""
-
-    async def scenario() -> None:
-        storages = two()
-        async with inline_engine(storages) as engine:
-            await engine.save(filled_state(SIZES, 1), "far/a")
-            handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a")
-            await handle
-            with pytest.raises(CheckpointExistsError):
-                await handle.durable
-            assert_same(await engine.load("far/a"), filled_state(SIZES, 1))
-            assert memory(storages, "far/a").leftovers() == []
-            handle = engine.save(filled_state(SIZES, 3), "near/a", overwrite=True, then="far/a")
+    storages = two()
+    async with inline_engine(storages) as engine:
+        await engine.save(filled_state(SIZES, 1), "far/a")
+        handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a")
+        await handle
+        with pytest.raises(CheckpointExistsError):
             await handle.durable
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+        assert_same(await engine.load("far/a"), filled_state(SIZES, 1))
+        assert memory(storages, "far/a").leftovers() == []
+        handle = engine.save(filled_state(SIZES, 3), "near/a", overwrite=True, then="far/a")
+        await handle.durable
+    assert_alike(storages)
 
 
 class _LostAttempt(MemoryAttempt):
@@ -323,121 +309,102 @@ class LosesTheAnswer(MemoryStorage):
         return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
 
 
-def test_a_copy_in_doubt_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
+@in_virtual_time
+async def test_a_copy_in_doubt_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
     """If it stands, it is what the next load of the second tier finds."""
-
-    async def scenario() -> None:
-        storages = {"near/a": MemoryStorage("near/a"), "far/a": LosesTheAnswer("far/a")}
-        far = storages["far/a"].another_name("far/b")
-        config = config_with(cache_ttl_s=1e6)
-        async with inline_engine({**storages, "far/b": far}, config) as engine:
-            await engine.save(filled_state(SIZES, 1), "far/b")
-            await engine.load("far/b")
-            handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a", overwrite=True)
-            with pytest.raises(StorageError, match="it may stand"):
-                await handle.durable
-            assert_same(await engine.load("far/b"), filled_state(SIZES, 2))
-
-    run_virtual(scenario(), seed=0)
+    storages = {"near/a": MemoryStorage("near/a"), "far/a": LosesTheAnswer("far/a")}
+    far = storages["far/a"].another_name("far/b")
+    config = config_with(cache_ttl_s=1e6)
+    async with inline_engine({**storages, "far/b": far}, config) as engine:
+        await engine.save(filled_state(SIZES, 1), "far/b")
+        await engine.load("far/b")
+        handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a", overwrite=True)
+        with pytest.raises(StorageError, match="it may stand"):
+            await handle.durable
+        assert_same(await engine.load("far/b"), filled_state(SIZES, 2))
 
 
-def test_a_copy_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
+@in_virtual_time
+async def test_a_copy_is_not_hidden_by_what_was_loaded_from_there_before() -> None:
     """Though an engine may take for a while on trust what it has read, under any name."""
-
-    async def scenario() -> None:
-        storages = two()
-        storages["far/b"] = memory(storages, "far/a").another_name("far/b")
-        async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
-            await engine.save(filled_state(SIZES, 1), "far/b")
-            await engine.load("far/b")
-            state = filled_state(SIZES, 2)
-            await engine.save(state, "near/a", then="far/a", overwrite=True).durable
-            assert_same(await engine.load("far/b"), state)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    storages["far/b"] = memory(storages, "far/a").another_name("far/b")
+    async with inline_engine(storages, config_with(cache_ttl_s=1e6)) as engine:
+        await engine.save(filled_state(SIZES, 1), "far/b")
+        await engine.load("far/b")
+        state = filled_state(SIZES, 2)
+        await engine.save(state, "near/a", then="far/a", overwrite=True).durable
+        assert_same(await engine.load("far/b"), state)
 
 
-def test_a_note_that_stays_behind_the_copy_fails_nothing() -> None:
+@in_virtual_time
+async def test_a_note_that_stays_behind_the_copy_fails_nothing() -> None:
     """An event tells of it; nobody holds it, and whoever takes it up finds nothing to send."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two()
-        near = memory(storages, "near/a")
-        near.fault = fail_kind("drop_note")
-        async with inline_engine(storages, observer=log) as engine:
-            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            assert [event.path for event in log.of(CleanupFailed)] == ["near/a"]
-            near.fault = None
-            assert await engine.finish_copies("near/a") == ("far/a",)
-            assert log.of(CopyCommitted)[-1].sent_nbytes == 0
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near = memory(storages, "near/a")
+    near.fault = fail_kind("drop_note")
+    async with inline_engine(storages, observer=log) as engine:
+        await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        assert [event.path for event in log.of(CleanupFailed)] == ["near/a"]
+        near.fault = None
+        assert await engine.finish_copies("near/a") == ("far/a",)
+        assert log.of(CopyCommitted)[-1].sent_nbytes == 0
+    assert_alike(storages)
 
 
-def test_a_copy_that_is_stopped_when_it_is_committed_is_made() -> None:
+@in_virtual_time
+async def test_a_copy_that_is_stopped_when_it_is_committed_is_made() -> None:
     """Whoever stopped it is told that it is there, and its note goes."""
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        def stop(operation: Operation) -> None:
+            if operation.kind == "drop_note":
+                handle.abort()
 
-            def stop(operation: Operation) -> None:
-                if operation.kind == "drop_note":
-                    handle.abort()
-
-            near.fault = stop
-            assert (await handle.durable).path == "far/a"
-            assert far.manifest is not None
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+        near.fault = stop
+        assert (await handle.durable).path == "far/a"
+        assert far.manifest is not None
+    assert_alike(storages)
 
 
-def test_a_copy_never_brings_what_another_save_has_put_there_instead() -> None:
+@in_virtual_time
+async def test_a_copy_never_brings_what_another_save_has_put_there_instead() -> None:
     """A save that was overwritten while its copy waited in line has none, and says so."""
-
-    async def scenario() -> None:
-        storages = two()
-        storages.update(
-            {name: MemoryStorage(name, max_delay_s=1.0) for name in ("near/b", "far/b")}
-        )
-        far = memory(storages, "far/a")
-        async with inline_engine(storages, config_with(max_tier_copies=1)) as engine:
-            await engine.save(random_state(SIZES), "near/b", then="far/b")
-            handle = engine.save(filled_state(SIZES, 1), "near/a", then="far/a")
-            await handle
-            await engine.save(filled_state(SIZES, 2), "near/a", overwrite=True)
-            assert not handle.durable.done()
-            with pytest.raises(CheckpointChangedError):
-                await handle.durable
-            assert (far.manifest, far.files) == (None, {})
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    storages.update({name: MemoryStorage(name, max_delay_s=1.0) for name in ("near/b", "far/b")})
+    far = memory(storages, "far/a")
+    async with inline_engine(storages, config_with(max_tier_copies=1)) as engine:
+        await engine.save(random_state(SIZES), "near/b", then="far/b")
+        handle = engine.save(filled_state(SIZES, 1), "near/a", then="far/a")
+        await handle
+        await engine.save(filled_state(SIZES, 2), "near/a", overwrite=True)
+        assert not handle.durable.done()
+        with pytest.raises(CheckpointChangedError):
+            await handle.durable
+        assert (far.manifest, far.files) == (None, {})
 
 
 @pytest.mark.parametrize("error", [ConfigError("refused"), StorageError("refused", path="far/a")])
-def test_a_copy_that_fails_says_what_stays(error: CheckpointError) -> None:
+@in_virtual_time
+async def test_a_copy_that_fails_says_what_stays(error: CheckpointError) -> None:
     """And who goes on with it, unless it is one that can never be made."""
+    storages = two()
 
-    async def scenario() -> None:
-        storages = two()
+    def refuse(_: Operation) -> None:
+        raise error
 
-        def refuse(_: Operation) -> None:
-            raise error
-
-        memory(storages, "far/a").fault = refuse
-        async with inline_engine(storages) as engine:
-            with pytest.raises(type(error), match="refused") as caught:
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            (note,) = caught.value.__notes__
-            assert "'near/a' itself is committed, and stays" in note
-            assert ("its copy is owed" in note) == isinstance(error, StorageError)
-
-    run_virtual(scenario(), seed=0)
+    memory(storages, "far/a").fault = refuse
+    async with inline_engine(storages) as engine:
+        with pytest.raises(type(error), match="refused") as caught:
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        (note,) = caught.value.__notes__
+        assert "'near/a' itself is committed, and stays" in note
+        assert ("its copy is owed" in note) == isinstance(error, StorageError)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -531,122 +498,106 @@ def test_stopping_anywhere_leaves_a_copy_that_is_finished_later(seed: int, at_s:
     run_virtual(scenario(), seed=seed)
 
 
-def test_cancelling_a_wait_for_durable_only_stops_waiting() -> None:
+@in_virtual_time
+async def test_cancelling_a_wait_for_durable_only_stops_waiting() -> None:
     """The copy goes on."""
-
-    async def scenario() -> None:
-        storages = two(delay_s=1.0)
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            await handle
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await handle.durable
-            await handle.durable
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two(delay_s=1.0)
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await handle
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await handle.durable
+        await handle.durable
+    assert_alike(storages)
 
 
-def test_a_save_that_is_aborted_has_no_copy_that_fails() -> None:
+@in_virtual_time
+async def test_a_save_that_is_aborted_has_no_copy_that_fails() -> None:
     """Both moments say that the save was aborted, and no event speaks of a copy."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two()
-        async with inline_engine(storages, SMALL, log) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            await asyncio.sleep(0.01)
-            handle.abort()
-            for moment in (handle.committed, handle.durable):
-                with pytest.raises(SaveAbortedError, match="the save to 'near/a' was aborted"):
-                    await moment
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    async with inline_engine(storages, SMALL, log) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await asyncio.sleep(0.01)
+        handle.abort()
+        for moment in (handle.committed, handle.durable):
+            with pytest.raises(SaveAbortedError, match="the save to 'near/a' was aborted"):
+                await moment
     assert log.of(CopyFailed) == []
 
 
-def test_a_copy_that_is_stopped_as_its_save_is_committed_is_told() -> None:
+@in_virtual_time
+async def test_a_copy_that_is_stopped_as_its_save_is_committed_is_told() -> None:
     """It comes too late for the save; that the copy is owed is an event, and the note stays."""
     log = EventLog()
 
-    async def scenario() -> None:
-        def abort(event: Event) -> None:
-            log(event)
-            if isinstance(event, SaveCommitted):
-                handle.abort()
+    def abort(event: Event) -> None:
+        log(event)
+        if isinstance(event, SaveCommitted):
+            handle.abort()
 
-        storages = two()
-        async with inline_engine(storages, SMALL, abort) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            await handle.committed
-            with pytest.raises(SaveAbortedError):
-                await handle.durable
-            (event,) = log.of(CopyFailed)
-            assert (event.path, event.to, event.save_id) == ("near/a", "far/a", handle.save_id)
-            assert await engine.finish_copies("near") == ("far/a",)
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_copy_that_never_begins_holds_up_none_behind_it() -> None:
-    """Copies take their places in the order of their saves: one of a save that failed, none."""
-
-    async def scenario() -> None:
-        storages = {name: MemoryStorage(name) for name in ("near/a", "far/a", "near/b", "far/b")}
-        storages["near/a"].fault = fail_kind("begin")
-        async with inline_engine(storages) as engine:
-            failed = engine.save(random_state([3000]), "near/a", then="far/a")
-            handle = engine.save(random_state([3000]), "near/b", then="far/b")
-            with pytest.raises(StorageError):
-                await failed
-            async with asyncio.timeout(60):
-                await handle.durable
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
-    """One to another second tier that failed is missing there, and is still to be told of."""
-
-    async def scenario() -> None:
-        line = CopyLine(1, 4)
-        near, far, other = (MemoryStorage(name) for name in ("near/a", "far/a", "other/a"))
-        failed = SaveMoments("near/a", "1" * 32, copy_to="other/a")
-        line.unmade[near.identity, "1" * 32] = failed
-        names = list(line.unmade)
-        job = CopyJob(save_id="2" * 32, key="", source=near, target=far, overwrite=True)
-        assert line.has_replaced(job, names) == []
-        assert list(line.unmade) == names
-        job = CopyJob(save_id="2" * 32, key="", source=near, target=other, overwrite=True)
-        assert line.has_replaced(job, names) == ["1" * 32]
-        assert not line.unmade
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_copy_counts_as_under_way_from_before_the_commit() -> None:
-    """From then on whoever takes up what is owed may see that checkpoint."""
-
-    async def scenario() -> None:
-        storages = two()
-        near, under_way = memory(storages, "near/a"), []
-
-        def look(operation: Operation) -> None:
-            if operation.kind in {"note", "commit"}:
-                under_way.append([*engine._core.context.copies.under_way])
-
-        near.fault = look
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+    storages = two()
+    async with inline_engine(storages, SMALL, abort) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await handle.committed
+        with pytest.raises(SaveAbortedError):
             await handle.durable
-            name = near.identity, handle.save_id
-            assert under_way == [[name], [name]]
-            assert not engine._core.context.copies.under_way
-            assert not engine._core.context.notes._held
+        (event,) = log.of(CopyFailed)
+        assert (event.path, event.to, event.save_id) == ("near/a", "far/a", handle.save_id)
+        assert await engine.finish_copies("near") == ("far/a",)
+    assert_alike(storages)
 
-    run_virtual(scenario(), seed=0)
+
+@in_virtual_time
+async def test_a_copy_that_never_begins_holds_up_none_behind_it() -> None:
+    """Copies take their places in the order of their saves: one of a save that failed, none."""
+    storages = {name: MemoryStorage(name) for name in ("near/a", "far/a", "near/b", "far/b")}
+    storages["near/a"].fault = fail_kind("begin")
+    async with inline_engine(storages) as engine:
+        failed = engine.save(random_state([3000]), "near/a", then="far/a")
+        handle = engine.save(random_state([3000]), "near/b", then="far/b")
+        with pytest.raises(StorageError):
+            await failed
+        async with asyncio.timeout(60):
+            await handle.durable
+
+
+@in_virtual_time
+async def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
+    """One to another second tier that failed is missing there, and is still to be told of."""
+    line = CopyLine(1, 4)
+    near, far, other = (MemoryStorage(name) for name in ("near/a", "far/a", "other/a"))
+    failed = SaveMoments("near/a", "1" * 32, copy_to="other/a")
+    line.unmade[near.identity, "1" * 32] = failed
+    names = list(line.unmade)
+    job = CopyJob(save_id="2" * 32, key="", source=near, target=far, overwrite=True)
+    assert line.has_replaced(job, names) == []
+    assert list(line.unmade) == names
+    job = CopyJob(save_id="2" * 32, key="", source=near, target=other, overwrite=True)
+    assert line.has_replaced(job, names) == ["1" * 32]
+    assert not line.unmade
+
+
+@in_virtual_time
+async def test_a_copy_counts_as_under_way_from_before_the_commit() -> None:
+    """From then on whoever takes up what is owed may see that checkpoint."""
+    storages = two()
+    near, under_way = memory(storages, "near/a"), []
+
+    def look(operation: Operation) -> None:
+        if operation.kind in {"note", "commit"}:
+            under_way.append([*engine._core.context.copies.under_way])
+
+    near.fault = look
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await handle.durable
+        name = near.identity, handle.save_id
+        assert under_way == [[name], [name]]
+        assert not engine._core.context.copies.under_way
+        assert not engine._core.context.notes._held
 
 
 class TakenByOthers(MemoryStorage):
@@ -657,40 +608,34 @@ class TakenByOthers(MemoryStorage):
         return version, decode_manifest(data)  # as what others wrote is given
 
 
-def test_the_copy_of_what_another_program_has_replaced_is_told() -> None:
+@in_virtual_time
+async def test_the_copy_of_what_another_program_has_replaced_is_told() -> None:
     """There is nothing to copy any more, and what is there is none of ours."""
-
-    async def scenario() -> None:
-        storages = {"near/a": TakenByOthers("near/a"), "far/a": MemoryStorage("far/a")}
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            await handle
-            with pytest.raises(CheckpointChangedError) as raised:
-                await handle.durable
-            assert not getattr(raised.value, "__notes__", []), "it would say that the copy is owed"
-        assert storages["far/a"].manifest is None
-        assert storages["far/a"].files == {}
-
-    run_virtual(scenario(), seed=0)
+    storages = {"near/a": TakenByOthers("near/a"), "far/a": MemoryStorage("far/a")}
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await handle
+        with pytest.raises(CheckpointChangedError) as raised:
+            await handle.durable
+        assert not getattr(raised.value, "__notes__", []), "it would say that the copy is owed"
+    assert storages["far/a"].manifest is None
+    assert storages["far/a"].files == {}
 
 
-def test_a_save_that_fails_has_no_copy() -> None:
+@in_virtual_time
+async def test_a_save_that_fails_has_no_copy() -> None:
     """`durable` raises what the commit raises; nothing is noted."""
-
-    async def scenario() -> None:
-        storages = two()
-        near = memory(storages, "near/a")
-        near.fault = fail_kind("commit")
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            with pytest.raises(StorageError, match="cannot commit"):
-                await handle.durable
-            with pytest.raises(StorageError, match="cannot commit"):
-                await handle
-        assert memory(storages, "far/a").operations == []
-        assert (near.files, near.notes) == ({}, {})
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near = memory(storages, "near/a")
+    near.fault = fail_kind("commit")
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        with pytest.raises(StorageError, match="cannot commit"):
+            await handle.durable
+        with pytest.raises(StorageError, match="cannot commit"):
+            await handle
+    assert memory(storages, "far/a").operations == []
+    assert (near.files, near.notes) == ({}, {})
 
 
 # another run
@@ -788,32 +733,30 @@ async def go_on(storages: dict[str, Storage], how: str) -> None:
         assert_alike(more, "near/b", "far/b")
 
 
-def test_what_is_there_whole_is_not_sent_again() -> None:
+@in_virtual_time
+async def test_what_is_there_whole_is_not_sent_again() -> None:
     """Only the files that the killed copy had not ended are, and none that is damaged stays."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        far.fault = fail_kind("commit")
-        async with inline_engine(storages, SMALL, log) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            with pytest.raises(StorageError):
-                await handle.durable
-            far.fault = None
-            assert far.files == near.files
-            first, second, *_ = sorted(far.files)
-            far.files[first][5000] ^= 1  # its size is right, its bytes are not
-            del far.files[second]
-            sent = far.counts.written_nbytes
-            assert await engine.finish_copies("near") == ("far/a",)
-            expected = len(near.files[first]) + len(near.files[second])
-            assert far.counts.written_nbytes - sent == expected
-            assert log.of(CopyStarted)[-1].num_files == 2
-            assert log.of(CopyStarted)[-1].is_resumed
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    far.fault = fail_kind("commit")
+    async with inline_engine(storages, SMALL, log) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        with pytest.raises(StorageError):
+            await handle.durable
+        far.fault = None
+        assert far.files == near.files
+        first, second, *_ = sorted(far.files)
+        far.files[first][5000] ^= 1  # its size is right, its bytes are not
+        del far.files[second]
+        sent = far.counts.written_nbytes
+        assert await engine.finish_copies("near") == ("far/a",)
+        expected = len(near.files[first]) + len(near.files[second])
+        assert far.counts.written_nbytes - sent == expected
+        assert log.of(CopyStarted)[-1].num_files == 2
+        assert log.of(CopyStarted)[-1].is_resumed
+    assert_alike(storages)
 
 
 def test_a_copy_that_reads_what_is_there_says_that_it_is_alive(
@@ -843,157 +786,139 @@ def test_a_copy_that_reads_what_is_there_says_that_it_is_alive(
     assert max(waits_s) < 100
 
 
-def test_a_copy_that_somebody_else_makes_is_left_to_them() -> None:
+@in_virtual_time
+async def test_a_copy_that_somebody_else_makes_is_left_to_them() -> None:
     """Who finishes copies takes none that this engine, or another, has under way."""
-
-    async def scenario() -> None:
-        storages = two(delay_s=0.5)
-        async with inline_engine(storages) as engine:
-            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
-            await handle
-            assert await engine.finish_copies("near") == ()
-            while not memory(storages, "far/a").operations:
-                await asyncio.sleep(0.01)
-            engine._core.context.copies.under_way.clear()  # as another engine sees it
-            assert await engine.finish_copies("near") == ()
-            await handle.durable
-            assert await engine.finish_copies("near") == ()
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two(delay_s=0.5)
+    async with inline_engine(storages) as engine:
+        handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+        await handle
+        assert await engine.finish_copies("near") == ()
+        while not memory(storages, "far/a").operations:
+            await asyncio.sleep(0.01)
+        engine._core.context.copies.under_way.clear()  # as another engine sees it
+        assert await engine.finish_copies("near") == ()
+        await handle.durable
+        assert await engine.finish_copies("near") == ()
+    assert_alike(storages)
 
 
-def test_a_note_that_makes_no_sense_is_an_error_of_its_copy_alone() -> None:
+@in_virtual_time
+async def test_a_note_that_makes_no_sense_is_an_error_of_its_copy_alone() -> None:
     """The other copies are made; the note is let go of."""
-
-    async def scenario() -> None:
-        storages = two() | {"near/b": MemoryStorage("near/b"), "far/b": MemoryStorage("far/b")}
+    storages = two() | {"near/b": MemoryStorage("near/b"), "far/b": MemoryStorage("far/b")}
+    for name in ("far/a", "far/b"):
+        memory(storages, name).fault = fail_kind("begin")
+    async with inline_engine(storages) as engine:
+        for name in "ab":
+            handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
+            with pytest.raises(StorageError):
+                await handle.durable
         for name in ("far/a", "far/b"):
-            memory(storages, name).fault = fail_kind("begin")
-        async with inline_engine(storages) as engine:
-            for name in "ab":
-                handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
-                with pytest.raises(StorageError):
-                    await handle.durable
-            for name in ("far/a", "far/b"):
-                memory(storages, name).fault = None
-            notes = memory(storages, "near/a").notes
-            (save_id,) = notes
-            assert decode_note(notes[save_id]) == CopyNote(copy_to="far/a", overwrite=False)
-            whole, notes[save_id] = notes[save_id], b'{"copy_to": 1}'
-            with pytest.raises(ValueError, match="note"):
-                await engine.finish_copies("near")
-            assert_alike(storages, "near/b", "far/b")
-            notes[save_id] = whole
-            assert await engine.finish_copies("near") == ("far/a",)
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+            memory(storages, name).fault = None
+        notes = memory(storages, "near/a").notes
+        (save_id,) = notes
+        assert decode_note(notes[save_id]) == CopyNote(copy_to="far/a", overwrite=False)
+        whole, notes[save_id] = notes[save_id], b'{"copy_to": 1}'
+        with pytest.raises(ValueError, match="note"):
+            await engine.finish_copies("near")
+        assert_alike(storages, "near/b", "far/b")
+        notes[save_id] = whole
+        assert await engine.finish_copies("near") == ("far/a",)
+    assert_alike(storages)
 
 
-def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
+@in_virtual_time
+async def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
     """A neighbour of another user, say; it is told, by an event and by the error."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two() | {"near/0": MemoryStorage("near/0"), "near/z": MemoryStorage("near/z")}
-        far = memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await owe(engine, far)
-            for name in ("near/0", "near/z"):
-                memory(storages, name).fault = fail_kind("version")
-            before = len(log.of(CopyFailed))
-            with pytest.raises(StorageError) as raised:
-                await engine.finish_copies("near")
-            assert raised.value.filename == "near/0"
-            assert [event.path for event in log.of(CopyFailed)[before:]] == ["near/0", "near/z"]
-            assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_of_copies_that_fail_the_first_is_raised() -> None:
-    """All others are tried, too."""
-
-    async def scenario() -> None:
-        names = ["near/a", "far/a", "near/b", "far/b", "near/c", "far/c"]
-        storages: dict[str, Storage] = {name: MemoryStorage(name) for name in names}
-        async with inline_engine(storages) as engine:
-            for name in "abc":
-                memory(storages, f"far/{name}").fault = fail_kind("begin")
-                handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
-                with pytest.raises(StorageError):
-                    await handle.durable
-            memory(storages, "far/c").fault = None
-            with pytest.raises(StorageError) as raised:
-                await engine.finish_copies("near")
-            assert raised.value.filename == "far/a"
-        assert_alike(storages, "near/c", "far/c")
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_copy_that_is_being_finished_is_not_begun_again() -> None:
-    """By whoever asks meanwhile, who does not wait for it."""
-
-    async def scenario() -> None:
-        storages = two()
-        far = memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            await owe(engine, far)
-            once, again = await asyncio.gather(*[engine.finish_copies("near/a") for _ in "12"])
-            assert sorted([once, again]) == [(), ("far/a",)]
+    storages = two() | {"near/0": MemoryStorage("near/0"), "near/z": MemoryStorage("near/z")}
+    far = memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await owe(engine, far)
+        for name in ("near/0", "near/z"):
+            memory(storages, name).fault = fail_kind("version")
+        before = len(log.of(CopyFailed))
+        with pytest.raises(StorageError) as raised:
+            await engine.finish_copies("near")
+        assert raised.value.filename == "near/0"
+        assert [event.path for event in log.of(CopyFailed)[before:]] == ["near/0", "near/z"]
         assert_alike(storages)
 
-    run_virtual(scenario(), seed=0)
+
+@in_virtual_time
+async def test_of_copies_that_fail_the_first_is_raised() -> None:
+    """All others are tried, too."""
+    names = ["near/a", "far/a", "near/b", "far/b", "near/c", "far/c"]
+    storages: dict[str, Storage] = {name: MemoryStorage(name) for name in names}
+    async with inline_engine(storages) as engine:
+        for name in "abc":
+            memory(storages, f"far/{name}").fault = fail_kind("begin")
+            handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
+            with pytest.raises(StorageError):
+                await handle.durable
+        memory(storages, "far/c").fault = None
+        with pytest.raises(StorageError) as raised:
+            await engine.finish_copies("near")
+        assert raised.value.filename == "far/a"
+    assert_alike(storages, "near/c", "far/c")
 
 
-def test_what_cannot_be_read_is_not_said_to_owe_nothing() -> None:
+@in_virtual_time
+async def test_a_copy_that_is_being_finished_is_not_begun_again() -> None:
+    """By whoever asks meanwhile, who does not wait for it."""
+    storages = two()
+    far = memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        await owe(engine, far)
+        once, again = await asyncio.gather(*[engine.finish_copies("near/a") for _ in "12"])
+        assert sorted([once, again]) == [(), ("far/a",)]
+    assert_alike(storages)
+
+
+@in_virtual_time
+async def test_what_cannot_be_read_is_not_said_to_owe_nothing() -> None:
     """It is an error, and an event: nobody knows whether it owes a copy."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await owe(engine, far)
-            near.fault = fail_kind("read_manifest")
-            before = len(log.of(CopyFailed))
-            for place in ("near", "near/a"):
-                with pytest.raises(StorageError, match="near/a"):
-                    await engine.finish_copies(place)
-            assert [(e.path, e.to) for e in log.of(CopyFailed)[before:]] == [("near/a", "")] * 2
-            near.fault = None
-            assert await engine.finish_copies("near/a") == ("far/a",)
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await owe(engine, far)
+        near.fault = fail_kind("read_manifest")
+        before = len(log.of(CopyFailed))
+        for place in ("near", "near/a"):
+            with pytest.raises(StorageError, match="near/a"):
+                await engine.finish_copies(place)
+        assert [(e.path, e.to) for e in log.of(CopyFailed)[before:]] == [("near/a", "")] * 2
+        near.fault = None
+        assert await engine.finish_copies("near/a") == ("far/a",)
+    assert_alike(storages)
 
 
-def test_a_copy_counts_as_owed_until_it_is_seen_that_it_is_not() -> None:
+@in_virtual_time
+async def test_a_copy_counts_as_owed_until_it_is_seen_that_it_is_not() -> None:
     """Another program has its note; that it cannot be looked for is no error of this one."""
-
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            handle = await owe(engine, far)
-            unmade = engine._core.context.copies.unmade
-            elsewhere = near.hold(handle.save_id)
-            assert await engine.finish_copies("near/a") == ()
-            assert len(unmade) == 1
-            near.fault = fail_kind("has_note")
-            assert await engine.finish_copies("near/a") == ()
-            assert len(unmade) == 1
-            near.fault = None
-            await elsewhere.drop()
-            assert await engine.finish_copies("near/a") == ()
-            assert not unmade
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        handle = await owe(engine, far)
+        unmade = engine._core.context.copies.unmade
+        elsewhere = near.hold(handle.save_id)
+        assert await engine.finish_copies("near/a") == ()
+        assert len(unmade) == 1
+        near.fault = fail_kind("has_note")
+        assert await engine.finish_copies("near/a") == ()
+        assert len(unmade) == 1
+        near.fault = None
+        await elsewhere.drop()
+        assert await engine.finish_copies("near/a") == ()
+        assert not unmade
 
 
-def test_who_stops_before_the_second_tier_was_found_holds_no_note() -> None:
+@in_virtual_time
+async def test_who_stops_before_the_second_tier_was_found_holds_no_note() -> None:
     """Another program makes the copy; this one lives on, and would keep it from that."""
 
     class Unfound(MemoryStorage):
@@ -1006,123 +931,111 @@ def test_who_stops_before_the_second_tier_was_found_holds_no_note() -> None:
             await asyncio.get_running_loop().create_future()
             return await super().locate(gives_up=gives_up)
 
-    async def scenario() -> None:
-        near, far = MemoryStorage("near/a"), MemoryStorage("far/a")
-        far.fault = fail_kind("begin")
-        async with inline_engine({"near/a": near, "far/a": far}) as engine:
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-        unfound = Unfound("far/a")
-        async with inline_engine({"near/a": near, "far/a": unfound}) as engine:
-            finishing = asyncio.ensure_future(engine.finish_copies("near/a"))
-            while not unfound.is_asked:
-                await asyncio.sleep(0.01)
-            assert near._place.held
-            finishing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await finishing
-            assert not near._place.held
-
-    run_virtual(scenario(), seed=0)
+    near, far = MemoryStorage("near/a"), MemoryStorage("far/a")
+    far.fault = fail_kind("begin")
+    async with inline_engine({"near/a": near, "far/a": far}) as engine:
+        with pytest.raises(StorageError):
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+    unfound = Unfound("far/a")
+    async with inline_engine({"near/a": near, "far/a": unfound}) as engine:
+        finishing = asyncio.ensure_future(engine.finish_copies("near/a"))
+        while not unfound.is_asked:
+            await asyncio.sleep(0.01)
+        assert near._place.held
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        assert not near._place.held
 
 
-def test_what_cannot_be_looked_at_stops_no_copy_that_a_save_takes_up() -> None:
+@in_virtual_time
+async def test_what_cannot_be_looked_at_stops_no_copy_that_a_save_takes_up() -> None:
     """What an earlier run owed beside it is made as the next save is."""
-
-    async def scenario() -> None:
-        names = ("near/0", "near/b", "far/b")
-        storages = two() | {name: MemoryStorage(name) for name in names}
-        memory(storages, "near/0").fault = fail_kind("version")
-        far = memory(storages, "far/a")
-        far.fault = fail_kind("begin")
-        async with inline_engine(storages) as engine:
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-        far.fault = None
-        async with inline_engine(storages) as engine:
-            await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
-        assert_alike(storages)
-        assert_alike(storages, "near/b", "far/b")
-
-    run_virtual(scenario(), seed=0)
+    names = ("near/0", "near/b", "far/b")
+    storages = two() | {name: MemoryStorage(name) for name in names}
+    memory(storages, "near/0").fault = fail_kind("version")
+    far = memory(storages, "far/a")
+    far.fault = fail_kind("begin")
+    async with inline_engine(storages) as engine:
+        with pytest.raises(StorageError):
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+    far.fault = None
+    async with inline_engine(storages) as engine:
+        await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
+    assert_alike(storages)
+    assert_alike(storages, "near/b", "far/b")
 
 
-def test_what_is_owed_is_looked_for_once_when_the_second_tier_is_back() -> None:
+@in_virtual_time
+async def test_what_is_owed_is_looked_for_once_when_the_second_tier_is_back() -> None:
     """By the next save; later ones list the directory no more."""
     names = [f"{place}/{name}" for name in "abc" for place in ("near", "far")]
 
-    async def scenario() -> None:
-        storages = {name: MemoryStorage(name) for name in names}
-        async with inline_engine(storages) as engine:
-            await owe(engine, storages["far/a"])
-            copies = engine._core.context.copies
-            for name, owing in (("b", {"near": True}), ("c", {})):
-                await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
-                assert copies.owing == owing
-        for name in "abc":
-            assert_alike(storages, f"near/{name}", f"far/{name}")
-
-    run_virtual(scenario(), seed=0)
+    storages = {name: MemoryStorage(name) for name in names}
+    async with inline_engine(storages) as engine:
+        await owe(engine, storages["far/a"])
+        copies = engine._core.context.copies
+        for name, owing in (("b", {"near": True}), ("c", {})):
+            await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
+            assert copies.owing == owing
+    for name in "abc":
+        assert_alike(storages, f"near/{name}", f"far/{name}")
 
 
-def test_what_an_earlier_run_owed_is_tried_again_when_its_copy_failed_again() -> None:
+@in_virtual_time
+async def test_what_an_earlier_run_owed_is_tried_again_when_its_copy_failed_again() -> None:
     """By a save of the same run, when one was copied: the second tier is back."""
     names = [f"{place}/{name}" for name in "abcd" for place in ("near", "far")]
 
-    async def scenario() -> None:
-        storages = {name: MemoryStorage(name) for name in names}
-        storages["far/a"].fault = fail_kind("begin")
-        async with inline_engine(storages) as engine:
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-        async with inline_engine(storages) as engine:
-            for name in "bcd":
-                await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
-                await asyncio.sleep(1)  # until what it took up has ended
-                storages["far/a"].fault = None
-        for name in "abcd":
-            assert_alike(storages, f"near/{name}", f"far/{name}")
-
-    run_virtual(scenario(), seed=0)
+    storages = {name: MemoryStorage(name) for name in names}
+    storages["far/a"].fault = fail_kind("begin")
+    async with inline_engine(storages) as engine:
+        with pytest.raises(StorageError):
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+    async with inline_engine(storages) as engine:
+        for name in "bcd":
+            await engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}").durable
+            await asyncio.sleep(1)  # until what it took up has ended
+            storages["far/a"].fault = None
+    for name in "abcd":
+        assert_alike(storages, f"near/{name}", f"far/{name}")
 
 
 # loading
 
 
-def test_the_nearest_tier_that_is_whole_is_read() -> None:
+@in_virtual_time
+async def test_the_nearest_tier_that_is_whole_is_read() -> None:
     """The first if it is; else the second, with an event that says why."""
     log = EventLog()
     state = random_state(SIZES)
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(state, "near/a", then="far/a").durable
-            assert_same(await load(engine), state)
-            assert (far.counts.read_nbytes, log.of(TierPassedOver)) == (0, [])
-            name = min(near.files)
-            data = near.files.pop(name)
-            assert_same(await load(engine), state)
-            near.files[name] = data[:-1]
-            assert_same(await load(engine), state)
-            near._place.manifest = None
-            assert_same(await load(engine), state)
-            result = await engine.load_with_report("near/a", then="far/a")
-            assert result.report.path == "far/a"
-            near._place.manifest = b"{}"
-            assert_same(await load(engine), state)
-        passed = log.of(TierPassedOver)
-        assert [type(event.error).__name__ for event in passed] == [
-            "CorruptionError",
-            "CorruptionError",
-            "CheckpointNotFoundError",
-            "CheckpointNotFoundError",
-            "FormatError",
-        ]
-        assert {(event.path, event.to) for event in passed} == {("near/a", "far/a")}
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(state, "near/a", then="far/a").durable
+        assert_same(await load(engine), state)
+        assert (far.counts.read_nbytes, log.of(TierPassedOver)) == (0, [])
+        name = min(near.files)
+        data = near.files.pop(name)
+        assert_same(await load(engine), state)
+        near.files[name] = data[:-1]
+        assert_same(await load(engine), state)
+        near._place.manifest = None
+        assert_same(await load(engine), state)
+        result = await engine.load_with_report("near/a", then="far/a")
+        assert result.report.path == "far/a"
+        near._place.manifest = b"{}"
+        assert_same(await load(engine), state)
+    passed = log.of(TierPassedOver)
+    assert [type(event.error).__name__ for event in passed] == [
+        "CorruptionError",
+        "CorruptionError",
+        "CheckpointNotFoundError",
+        "CheckpointNotFoundError",
+        "FormatError",
+    ]
+    assert {(event.path, event.to) for event in passed} == {("near/a", "far/a")}
 
 
 async def load(engine: Engine) -> dict[str, torch.Tensor]:
@@ -1140,114 +1053,109 @@ def damage(storage: MemoryStorage, value: int = 1) -> str:
     return name
 
 
-def test_a_damaged_block_is_made_up_for_by_the_same_save_on_the_second_tier() -> None:
+@in_virtual_time
+async def test_a_damaged_block_is_made_up_for_by_the_same_save_on_the_second_tier() -> None:
     """Into new tensors and given ones; of another save, or damaged too, the damage is said."""
     log = EventLog()
     state = random_state(SIZES)
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(state, "near/a", then="far/a").durable
-            name = damage(near)
-            assert_same(await load(engine), state)
-            target = {key: tensor.clone().zero_() for key, tensor in state.items()}
-            result = await engine.load_with_report("near/a", into=target, then="far/a")
-            assert_same(target, state)
-            assert result.report.path == "far/a"
-            for event in log.of(TierPassedOver):
-                assert isinstance(event.error, CorruptionError)
-                assert (event.path, event.to, event.error.file) == ("near/a", "far/a", name)
-                assert event.error.__traceback__ is None  # it would hold what was made first
-            assert len(log.of(TierPassedOver)) == 2
-            damage(far, value=2)
-            with pytest.raises(CorruptionError) as raised:
-                await load(engine)
-            assert raised.value.path == "far/a"
-            far.fault = fail_kind("read_manifest")
-            with pytest.raises(CorruptionError) as raised:
-                await load(engine)
-            assert raised.value.path == "near/a"
-            far.fault = None
-            await engine.save(state, "far/a", overwrite=True)
-            await engine.save(state, "near/a", overwrite=True)
-            damage(near)
-            with pytest.raises(CorruptionError) as raised:
-                await load(engine)
-            assert raised.value.path == "near/a"
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(state, "near/a", then="far/a").durable
+        name = damage(near)
+        assert_same(await load(engine), state)
+        target = {key: tensor.clone().zero_() for key, tensor in state.items()}
+        result = await engine.load_with_report("near/a", into=target, then="far/a")
+        assert_same(target, state)
+        assert result.report.path == "far/a"
+        for event in log.of(TierPassedOver):
+            assert isinstance(event.error, CorruptionError)
+            assert (event.path, event.to, event.error.file) == ("near/a", "far/a", name)
+            assert event.error.__traceback__ is None  # it would hold what was made first
+        assert len(log.of(TierPassedOver)) == 2
+        damage(far, value=2)
+        with pytest.raises(CorruptionError) as raised:
+            await load(engine)
+        assert raised.value.path == "far/a"
+        far.fault = fail_kind("read_manifest")
+        with pytest.raises(CorruptionError) as raised:
+            await load(engine)
+        assert raised.value.path == "near/a"
+        far.fault = None
+        await engine.save(state, "far/a", overwrite=True)
+        await engine.save(state, "near/a", overwrite=True)
+        damage(near)
+        with pytest.raises(CorruptionError) as raised:
+            await load(engine)
+        assert raised.value.path == "near/a"
 
 
-def test_what_was_saved_again_elsewhere_is_read_from_the_second_tier() -> None:
+@in_virtual_time
+async def test_what_was_saved_again_elsewhere_is_read_from_the_second_tier() -> None:
     """Another machine has gone on; what owes a copy, or is later itself, is what is read."""
     log = EventLog()
     states = [filled_state(SIZES, value) for value in range(4)]
 
-    async def scenario() -> None:
-        storages = two()
-        storages["near/b"] = MemoryStorage("near/b")
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(states[0], "near/a", then="far/a").durable
-            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
-            assert_same(await load(engine), states[1])
-            (event,) = log.of(TierPassedOver)
-            assert (event.path, event.to) == ("near/a", "far/a")
-            assert "a later save of it is on the second tier" in str(event.error)
-            await engine.save(states[2], "near/a", overwrite=True)
-            assert_same(await load(engine), states[2])
-            far.fault = fail_kind("commit")
-            with pytest.raises(StorageError):
-                await engine.save(states[3], "near/a", overwrite=True, then="far/a").durable
-            far.fault = None
-            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
-            assert near.notes
-            assert_same(await load(engine), states[3])
-        assert len(log.of(TierPassedOver)) == 1
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    storages["near/b"] = MemoryStorage("near/b")
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(states[0], "near/a", then="far/a").durable
+        await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+        assert_same(await load(engine), states[1])
+        (event,) = log.of(TierPassedOver)
+        assert (event.path, event.to) == ("near/a", "far/a")
+        assert "a later save of it is on the second tier" in str(event.error)
+        await engine.save(states[2], "near/a", overwrite=True)
+        assert_same(await load(engine), states[2])
+        far.fault = fail_kind("commit")
+        with pytest.raises(StorageError):
+            await engine.save(states[3], "near/a", overwrite=True, then="far/a").durable
+        far.fault = None
+        await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+        assert near.notes
+        assert_same(await load(engine), states[3])
+    assert len(log.of(TierPassedOver)) == 1
 
 
-def test_an_older_save_does_not_make_up_for_a_file_that_is_cut() -> None:
+@in_virtual_time
+async def test_an_older_save_does_not_make_up_for_a_file_that_is_cut() -> None:
     """The damage is said, and where the other is; a later one is read, unless a copy is owed."""
     log = EventLog()
     states = [filled_state(SIZES, value) for value in range(4)]
 
-    async def scenario() -> None:
-        storages = two()
-        storages["near/b"] = MemoryStorage("near/b")
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    storages = two()
+    storages["near/b"] = MemoryStorage("near/b")
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
 
-        async def assert_damage_is_said(engine: Engine) -> None:
-            with pytest.raises(CorruptionError) as raised:
-                await load(engine)
-            assert raised.value.path == "near/a"
-            assert "another save of it" in raised.value.__notes__[-1]
-            assert "load 'far/a'" in raised.value.__notes__[-1]
-            assert log.of(TierPassedOver) == []
+    async def assert_damage_is_said(engine: Engine) -> None:
+        with pytest.raises(CorruptionError) as raised:
+            await load(engine)
+        assert raised.value.path == "near/a"
+        assert "another save of it" in raised.value.__notes__[-1]
+        assert "load 'far/a'" in raised.value.__notes__[-1]
+        assert log.of(TierPassedOver) == []
 
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(states[0], "near/a", then="far/a").durable
-            await engine.save(states[1], "near/a", overwrite=True)
-            near.files[max(near.files)].pop()
-            await assert_damage_is_said(engine)
-            far.fault = fail_kind("commit")
-            with pytest.raises(StorageError):
-                await engine.save(states[2], "near/a", overwrite=True, then="far/a").durable
-            far.fault = None
-            near.files[max(near.files)].pop()
-            await engine.save(states[3], "near/b", overwrite=True, then="far/a").durable
-            await assert_damage_is_said(engine)
-            near.notes.clear()
-            assert_same(await load(engine), states[3])
-        assert len(log.of(TierPassedOver)) == 1
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(states[0], "near/a", then="far/a").durable
+        await engine.save(states[1], "near/a", overwrite=True)
+        near.files[max(near.files)].pop()
+        await assert_damage_is_said(engine)
+        far.fault = fail_kind("commit")
+        with pytest.raises(StorageError):
+            await engine.save(states[2], "near/a", overwrite=True, then="far/a").durable
+        far.fault = None
+        near.files[max(near.files)].pop()
+        await engine.save(states[3], "near/b", overwrite=True, then="far/a").durable
+        await assert_damage_is_said(engine)
+        near.notes.clear()
+        assert_same(await load(engine), states[3])
+    assert len(log.of(TierPassedOver)) == 1
 
 
-def test_a_manifest_that_cannot_be_read_is_not_made_up_for_by_the_past() -> None:
+@in_virtual_time
+async def test_a_manifest_that_cannot_be_read_is_not_made_up_for_by_the_past() -> None:
     """What owes a copy, or may, is later than what the second tier has."""
     log = EventLog()
 
@@ -1257,95 +1165,86 @@ def test_a_manifest_that_cannot_be_read_is_not_made_up_for_by_the_past() -> None
         assert "load 'far/a'" in raised.value.__notes__[-1]
         assert log.of(TierPassedOver) == []
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
 
-            def refuse(operation: Operation) -> None:
-                if operation.kind in kinds:
-                    raise OSError(code, "no", "near/a")
+        def refuse(operation: Operation) -> None:
+            if operation.kind in kinds:
+                raise OSError(code, "no", "near/a")
 
-            near.fault = refuse
-            kinds, code = {"version", "read_manifest"}, errno.EMFILE
-            await assert_said(engine, StorageError)
-            kinds, code = {"version", "read_manifest", "has_note"}, errno.EIO
-            await assert_said(engine, StorageError)  # nobody can tell
-            near.fault, far.fault = None, fail_kind("commit")
-            with pytest.raises(StorageError):
-                await engine.save(
-                    filled_state(SIZES, 1), "near/a", overwrite=True, then="far/a"
-                ).durable
-            far.fault = None
-            assert near.manifest is not None
-            near._place.manifest = near.manifest[:-1]
-            near._place.version += 1
-            await assert_said(engine, FormatError)
-            near.notes.clear()
-            assert_same(await load(engine), filled_state(SIZES, 0))
-        assert len(log.of(TierPassedOver)) == 1
-
-    run_virtual(scenario(), seed=0)
+        near.fault = refuse
+        kinds, code = {"version", "read_manifest"}, errno.EMFILE
+        await assert_said(engine, StorageError)
+        kinds, code = {"version", "read_manifest", "has_note"}, errno.EIO
+        await assert_said(engine, StorageError)  # nobody can tell
+        near.fault, far.fault = None, fail_kind("commit")
+        with pytest.raises(StorageError):
+            await engine.save(
+                filled_state(SIZES, 1), "near/a", overwrite=True, then="far/a"
+            ).durable
+        far.fault = None
+        assert near.manifest is not None
+        near._place.manifest = near.manifest[:-1]
+        near._place.version += 1
+        await assert_said(engine, FormatError)
+        near.notes.clear()
+        assert_same(await load(engine), filled_state(SIZES, 0))
+    assert len(log.of(TierPassedOver)) == 1
 
 
-def test_that_a_damaged_tier_is_passed_over_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_that_a_damaged_tier_is_passed_over_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Where nobody observes; not that a machine's own disk is empty, as a new one's is."""
-
-    async def scenario() -> None:
-        storages = two()
-        near = memory(storages, "near/a")
-        async with inline_engine(storages) as engine:
-            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            near.files[max(near.files)].pop()
-            assert_same(await load(engine), random_state(SIZES))
-            [record] = caplog.records
-            assert record.levelname == "WARNING"
-            assert "far/a is read, the second tier of near/a" in record.getMessage()
-            damage(near)
-            near._place.manifest = None
-            assert_same(await load(engine), random_state(SIZES))
-            assert len(caplog.records) == 1
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near = memory(storages, "near/a")
+    async with inline_engine(storages) as engine:
+        await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        near.files[max(near.files)].pop()
+        assert_same(await load(engine), random_state(SIZES))
+        [record] = caplog.records
+        assert record.levelname == "WARNING"
+        assert "far/a is read, the second tier of near/a" in record.getMessage()
+        damage(near)
+        near._place.manifest = None
+        assert_same(await load(engine), random_state(SIZES))
+        assert len(caplog.records) == 1
 
 
-def test_a_sector_that_is_bad_is_made_up_for_as_a_damaged_block_is() -> None:
+@in_virtual_time
+async def test_a_sector_that_is_bad_is_made_up_for_as_a_damaged_block_is() -> None:
     """An error of the device is as good as a checksum."""
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = two()
-        near = memory(storages, "near/a")
-        async with inline_engine(storages, SMALL, log) as engine:
-            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            near.fault = fail_kind("pread_into")
-            assert_same(await load(engine), random_state(SIZES))
-        [event] = log.of(TierPassedOver)
-        assert isinstance(event.error, StorageError)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near = memory(storages, "near/a")
+    async with inline_engine(storages, SMALL, log) as engine:
+        await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        near.fault = fail_kind("pread_into")
+        assert_same(await load(engine), random_state(SIZES))
+    [event] = log.of(TierPassedOver)
+    assert isinstance(event.error, StorageError)
 
 
-def test_a_second_tier_that_cannot_be_opened_is_away() -> None:
+@in_virtual_time
+async def test_a_second_tier_that_cannot_be_opened_is_away() -> None:
     """As with a wrong option: whoever has the checkpoint on the first tier needs none."""
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        await engine.save(random_state(SIZES), "near/a")
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            await engine.save(random_state(SIZES), "near/a")
+        def refuse(operation: Operation) -> None:
+            raise ConfigError(f"no {operation.kind} with this option")
 
-            def refuse(operation: Operation) -> None:
-                raise ConfigError(f"no {operation.kind} with this option")
-
-            far.fault = refuse
-            assert_same(await load(engine), random_state(SIZES))
-            damage(near)
-            with pytest.raises(CorruptionError):
-                await load(engine)
-
-    run_virtual(scenario(), seed=0)
+        far.fault = refuse
+        assert_same(await load(engine), random_state(SIZES))
+        damage(near)
+        with pytest.raises(CorruptionError):
+            await load(engine)
 
 
 def test_what_another_program_wrote_is_never_of_the_past(tmp_path: Path) -> None:
@@ -1356,115 +1255,100 @@ def test_what_another_program_wrote_is_never_of_the_past(tmp_path: Path) -> None
     assert torch.equal(found["w"], torch.ones(4))
 
 
-def test_a_second_tier_that_does_not_answer_is_not_waited_for() -> None:
+@in_virtual_time
+async def test_a_second_tier_that_does_not_answer_is_not_waited_for() -> None:
     """Where the first tier has the checkpoint whole, in seconds."""
-
-    async def scenario() -> None:
-        storages = two(delay_s=0.0)
-        storages["near/b"] = MemoryStorage("near/b")
-        async with inline_engine(storages) as engine:
-            await engine.save(random_state(SIZES), "near/a").durable
-            await engine.save(random_state(SIZES), "near/b", then="far/a").durable
-            memory(storages, "far/a")._max_delay_s = 1e6
-            began_s = asyncio.get_running_loop().time()
-            assert_same(await load(engine), random_state(SIZES))
-            assert asyncio.get_running_loop().time() - began_s < 10
-
-    run_virtual(scenario(), seed=0)
+    storages = two(delay_s=0.0)
+    storages["near/b"] = MemoryStorage("near/b")
+    async with inline_engine(storages) as engine:
+        await engine.save(random_state(SIZES), "near/a").durable
+        await engine.save(random_state(SIZES), "near/b", then="far/a").durable
+        memory(storages, "far/a")._max_delay_s = 1e6
+        began_s = asyncio.get_running_loop().time()
+        assert_same(await load(engine), random_state(SIZES))
+        assert asyncio.get_running_loop().time() - began_s < 10
 
 
-def test_where_no_tier_has_it_that_is_said() -> None:
+@in_virtual_time
+async def test_where_no_tier_has_it_that_is_said() -> None:
     """Not found names both; a damaged first tier without a second one is damaged."""
-
-    async def scenario() -> None:
-        storages = two()
-        near = memory(storages, "near/a")
-        async with inline_engine(storages) as engine:
-            with pytest.raises(CheckpointNotFoundError, match="nor at 'far/a'"):
-                await load(engine)
-            await engine.save(random_state(SIZES), "near/a")
-            near.files.pop(min(near.files))
-            with pytest.raises(CorruptionError):
-                await load(engine)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near = memory(storages, "near/a")
+    async with inline_engine(storages) as engine:
+        with pytest.raises(CheckpointNotFoundError, match="nor at 'far/a'"):
+            await load(engine)
+        await engine.save(random_state(SIZES), "near/a")
+        near.files.pop(min(near.files))
+        with pytest.raises(CorruptionError):
+            await load(engine)
 
 
-def test_a_copy_of_blocks_that_do_not_fill_the_slabs_is_refused() -> None:
+@in_virtual_time
+async def test_a_copy_of_blocks_that_do_not_fill_the_slabs_is_refused() -> None:
     """What is carried over at a time are whole blocks, as those are verified."""
-
-    async def scenario() -> None:
-        storages = two()
-        memory(storages, "far/a").fault = fail_kind("commit")
-        odd = config_with(block_nbytes=12 * KiB, slab_nbytes=60 * KiB)
-        async with inline_engine(storages, odd) as engine:
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-        memory(storages, "far/a").fault = None
-        memory(storages, "near/a").die()
-        async with inline_engine(storages) as engine:
-            with pytest.raises(ConfigError, match="slab_nbytes that are a multiple, not 65536"):
-                await engine.finish_copies("near/a")
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    memory(storages, "far/a").fault = fail_kind("commit")
+    odd = config_with(block_nbytes=12 * KiB, slab_nbytes=60 * KiB)
+    async with inline_engine(storages, odd) as engine:
+        with pytest.raises(StorageError):
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+    memory(storages, "far/a").fault = None
+    memory(storages, "near/a").die()
+    async with inline_engine(storages) as engine:
+        with pytest.raises(ConfigError, match="slab_nbytes that are a multiple, not 65536"):
+            await engine.finish_copies("near/a")
 
 
 @pytest.mark.parametrize("left_nbytes", [None, 1])
-def test_nothing_is_committed_that_is_not_there_any_more(left_nbytes: int | None) -> None:
+@in_virtual_time
+async def test_nothing_is_committed_that_is_not_there_any_more(left_nbytes: int | None) -> None:
     """What was found whole may be swept, or cut, meanwhile: all files are looked at again, last."""
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        far.fault = fail_kind("commit")
+        with pytest.raises(StorageError):
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        far.files.pop(max(far.files))
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            far.fault = fail_kind("commit")
-            with pytest.raises(StorageError):
-                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
-            far.files.pop(max(far.files))
+        def sweep(operation: Operation) -> None:
+            if operation.kind == "create":
+                name = min(far.files)
+                data = far.files.pop(name)
+                if left_nbytes is not None:
+                    far.files[name] = data[:left_nbytes]
 
-            def sweep(operation: Operation) -> None:
-                if operation.kind == "create":
-                    name = min(far.files)
-                    data = far.files.pop(name)
-                    if left_nbytes is not None:
-                        far.files[name] = data[:left_nbytes]
-
-            far.fault = sweep
-            with pytest.raises(StorageError, match="is not there"):
-                await engine.finish_copies("near/a")
-            assert far.manifest is None
-            assert near.notes
-            far.fault = None
-            assert await engine.finish_copies("near/a") == ("far/a",)
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+        far.fault = sweep
+        with pytest.raises(StorageError, match="is not there"):
+            await engine.finish_copies("near/a")
+        assert far.manifest is None
+        assert near.notes
+        far.fault = None
+        assert await engine.finish_copies("near/a") == ("far/a",)
+    assert_alike(storages)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_an_owed_copy_does_not_replace_a_newer_checkpoint(*, overwrite: bool) -> None:
+@in_virtual_time
+async def test_an_owed_copy_does_not_replace_a_newer_checkpoint(*, overwrite: bool) -> None:
     """Of two states for one place the newest stays, also if the older one was owed."""
-
-    async def scenario() -> None:
-        storages = two()
-        storages["near/b"] = MemoryStorage("near/b")
-        far = memory(storages, "far/a")
-        states = [filled_state(SIZES, value) for value in (1, 2)]
-        async with inline_engine(storages) as engine:
-            far.fault = fail_kind("commit")
-            with pytest.raises(StorageError):
-                handle = engine.save(states[0], "near/a", overwrite=overwrite, then="far/a")
-                await handle.durable
-            far.fault = None
-            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
-            assert await engine.finish_copies("near") == ()
-            assert_same(await engine.load("far/a"), states[1])
-            assert_same(await engine.load("near/a"), states[0])
-            assert far.leftovers() == []
-        assert memory(storages, "near/a").notes == {}
-        assert_alike(storages, "near/b")
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    storages["near/b"] = MemoryStorage("near/b")
+    far = memory(storages, "far/a")
+    states = [filled_state(SIZES, value) for value in (1, 2)]
+    async with inline_engine(storages) as engine:
+        far.fault = fail_kind("commit")
+        with pytest.raises(StorageError):
+            handle = engine.save(states[0], "near/a", overwrite=overwrite, then="far/a")
+            await handle.durable
+        far.fault = None
+        await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+        assert await engine.finish_copies("near") == ()
+        assert_same(await engine.load("far/a"), states[1])
+        assert_same(await engine.load("near/a"), states[0])
+        assert far.leftovers() == []
+    assert memory(storages, "near/a").notes == {}
+    assert_alike(storages, "near/b")
 
 
 class Ahead(dt.datetime):
@@ -1476,105 +1360,93 @@ class Ahead(dt.datetime):
 
 
 @pytest.mark.parametrize("num_owed", [1, 3])
-def test_an_owed_copy_replaces_what_its_checkpoint_did(
+@in_virtual_time
+async def test_an_owed_copy_replaces_what_its_checkpoint_did(
     num_owed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was saved later, though the clock was set back; so it was of several in a row."""
-
-    async def scenario() -> None:
-        storages = two()
-        far = memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr("ckptio.engine.save.dt.datetime", Ahead)
-                await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
-            far.fault = fail_kind("begin")
-            for value in range(1, num_owed + 1):
-                state = filled_state(SIZES, value)
-                handle = engine.save(state, "near/a", overwrite=True, then="far/a")
-                with pytest.raises(StorageError):
-                    await handle.durable
-            far.fault = None
-            assert_same(await load(engine), state)
-            assert await engine.finish_copies("near") == ("far/a",)
-            assert_same(await load(engine), state)
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    far = memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("ckptio.engine.save.dt.datetime", Ahead)
+            await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+        far.fault = fail_kind("begin")
+        for value in range(1, num_owed + 1):
+            state = filled_state(SIZES, value)
+            handle = engine.save(state, "near/a", overwrite=True, then="far/a")
+            with pytest.raises(StorageError):
+                await handle.durable
+        far.fault = None
+        assert_same(await load(engine), state)
+        assert await engine.finish_copies("near") == ("far/a",)
+        assert_same(await load(engine), state)
+    assert_alike(storages)
 
 
-def test_saves_that_overlap_say_in_their_notes_what_they_replace(
+@in_virtual_time
+async def test_saves_that_overlap_say_in_their_notes_what_they_replace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each what was committed before it, and not what was there when it had written its files."""
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    commit = near.commit
 
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        commit = near.commit
+    async def commit_late(*args: Any, **options: Any) -> None:
+        await asyncio.sleep(60)
+        await commit(*args, **options)
 
-        async def commit_late(*args: Any, **options: Any) -> None:
-            await asyncio.sleep(60)
-            await commit(*args, **options)
-
-        async with inline_engine(storages) as engine:
-            first = await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
-            monkeypatch.setattr(near, "commit", commit_late)
-            far.fault = fail_kind("begin")
-            handles = []
-            for value in (1, 2):
-                state = filled_state(SIZES, value)
-                handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
-                await handles[-1].staged
-            ids = [first.save_id, *(handle.save_id for handle in handles)]
-            for handle in handles:
-                await handle
-            for handle in handles:
-                with pytest.raises((StorageError, CheckpointChangedError)):
-                    await handle.durable
-            (note,) = near.notes.values()
-            assert decode_note(note).replaced == (ids[1], ids[0])
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine(storages) as engine:
+        first = await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+        monkeypatch.setattr(near, "commit", commit_late)
+        far.fault = fail_kind("begin")
+        handles = []
+        for value in (1, 2):
+            state = filled_state(SIZES, value)
+            handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
+            await handles[-1].staged
+        ids = [first.save_id, *(handle.save_id for handle in handles)]
+        for handle in handles:
+            await handle
+        for handle in handles:
+            with pytest.raises((StorageError, CheckpointChangedError)):
+                await handle.durable
+        (note,) = near.notes.values()
+        assert decode_note(note).replaced == (ids[1], ids[0])
 
 
-def test_a_checkpoint_that_was_moved_to_where_it_is_wanted_is_copied() -> None:
+@in_virtual_time
+async def test_a_checkpoint_that_was_moved_to_where_it_is_wanted_is_copied() -> None:
     """The note goes, and nothing else is touched."""
-
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            await owe(engine, far)
-            (save_id,) = near.notes
-            near.notes[save_id] = encode_note(CopyNote(copy_to="near/a", overwrite=True))
-            before, num_operations = dict(near.files), len(near.operations)
-            assert await engine.finish_copies("near") == ()
-            assert (near.files, near.notes) == (before, {})
-            kinds = {operation.kind for operation in near.operations[num_operations:]}
-            assert not kinds & {"begin", "create", "commit"}
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        await owe(engine, far)
+        (save_id,) = near.notes
+        near.notes[save_id] = encode_note(CopyNote(copy_to="near/a", overwrite=True))
+        before, num_operations = dict(near.files), len(near.operations)
+        assert await engine.finish_copies("near") == ()
+        assert (near.files, near.notes) == (before, {})
+        kinds = {operation.kind for operation in near.operations[num_operations:]}
+        assert not kinds & {"begin", "create", "commit"}
 
 
-def test_a_second_tier_out_of_reach_hides_nothing_of_the_first() -> None:
+@in_virtual_time
+async def test_a_second_tier_out_of_reach_hides_nothing_of_the_first() -> None:
     """What is wrong with the first tier is said; that nothing is there only if both say so."""
-
-    async def scenario() -> None:
-        storages = two()
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            far.fault = fail_kind("version")
-            with pytest.raises(StorageError) as raised:
-                await engine.load("near/a", then="far/a")
-            assert raised.value.filename == "far/a"
-            await engine.save(random_state(SIZES), "near/a")
-            near.files.pop(max(near.files))
-            with pytest.raises(CorruptionError) as damaged:
-                await engine.load("near/a", then="far/a")
-            assert damaged.value.path == "near/a"
-
-    run_virtual(scenario(), seed=0)
+    storages = two()
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        far.fault = fail_kind("version")
+        with pytest.raises(StorageError) as raised:
+            await engine.load("near/a", then="far/a")
+        assert raised.value.filename == "far/a"
+        await engine.save(random_state(SIZES), "near/a")
+        near.files.pop(max(near.files))
+        with pytest.raises(CorruptionError) as damaged:
+            await engine.load("near/a", then="far/a")
+        assert damaged.value.path == "near/a"
 
 
 def test_only_the_same_save_and_all_of_its_files_are_a_copy(

@@ -22,6 +22,7 @@ from ckptio.storage.store import (
 )
 from ckptio.testing import Crash, EventLog, MemoryStorage, run_virtual
 from tests.rig import assert_same, config_with, inline_engine, random_state
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -243,28 +244,25 @@ def test_whichever_request_is_the_last_the_copy_is_finished_later(how: str, *, f
     assert last > 10
 
 
-def test_a_copy_that_is_aborted_drops_its_uploads() -> None:
+@in_virtual_time
+async def test_a_copy_that_is_aborted_drops_its_uploads() -> None:
     """Parts that nobody could go on with do not stay; whole objects do."""
+    near, bucket = MemoryStorage("near/a"), Bucket()
+    async with inline_engine(places(near, bucket), CONFIG) as engine:
+        handle = engine.save(STATE, "near/a", then="far/a")
+        await handle
 
-    async def scenario() -> None:
-        near, bucket = MemoryStorage("near/a"), Bucket()
-        async with inline_engine(places(near, bucket), CONFIG) as engine:
-            handle = engine.save(STATE, "near/a", then="far/a")
-            await handle
+        def fault(_: int) -> None:
+            if len(bucket.begun) > 0 and any(parts for _, parts in bucket.begun.values()):
+                bucket.fault = lambda _: None
+                handle.abort()
 
-            def fault(_: int) -> None:
-                if len(bucket.begun) > 0 and any(parts for _, parts in bucket.begun.values()):
-                    bucket.fault = lambda _: None
-                    handle.abort()
-
-            bucket.fault = fault
-            with pytest.raises(SaveAbortedError, match="was stopped"):
-                await handle.durable
-            assert bucket.begun == {}
-            assert "a/manifest.json" not in bucket.objects
-            assert list(near.notes) == [handle.save_id]
-
-    run_virtual(scenario(), seed=0)
+        bucket.fault = fault
+        with pytest.raises(SaveAbortedError, match="was stopped"):
+            await handle.durable
+        assert bucket.begun == {}
+        assert "a/manifest.json" not in bucket.objects
+        assert list(near.notes) == [handle.save_id]
 
 
 def test_a_copy_that_is_given_up_leaves_the_files_to_another_process_that_makes_it() -> None:

@@ -31,6 +31,7 @@ from ckptio.testing import (
 )
 from tests.job_rig import DEADLINES, job
 from tests.rig import SMALL, InlineCore, config_with, object_storage
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -113,21 +114,19 @@ def test_saves_in_a_row_are_copied_with_one_place_for_copies(seed: int) -> None:
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_copy_that_a_later_save_overtook_is_no_failure_of_a_run() -> None:
+@in_virtual_time
+async def test_a_copy_that_a_later_save_overtook_is_no_failure_of_a_run() -> None:
     """It has a copy of its own; on ranks as on one, leaving the engine says nothing."""
     log, far = EventLog(), MemoryStorage("far", max_delay_s=2)
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+    async with job(NUM_RANKS, observer=log, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                for _ in range(4):
-                    await engine.save(state_of(rank), "memory", overwrite=True, then="far")
+        async def body(rank: int, engine: Engine) -> None:
+            for _ in range(4):
+                await engine.save(state_of(rank), "memory", overwrite=True, then="far")
 
-            await ranks.all(body)
-        assert ranks.place.manifest == far.manifest
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+    assert ranks.place.manifest == far.manifest
     assert any("CheckpointChangedError" in str(event.error) for event in log.of(CopyFailed))
 
 
@@ -222,31 +221,30 @@ def test_ranks_agree_on_the_tier_that_is_read() -> None:
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
-def test_options_that_one_rank_refuses_fail_the_load_from_two_tiers(refusing: int) -> None:
+@in_virtual_time
+async def test_options_that_one_rank_refuses_fail_the_load_from_two_tiers(refusing: int) -> None:
     """The others hear of it while they agree on the tier, and wait for nobody."""
     far = MemoryStorage("far")
 
-    async def scenario() -> None:
-        async with job(2, far=far) as ranks:
+    async with job(2, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                options: dict[str, Any] = {"strict": "maybe"} if rank == refusing else {}
-                await engine.load("memory", then="far", **options)
+        async def body(rank: int, engine: Engine) -> None:
+            options: dict[str, Any] = {"strict": "maybe"} if rank == refusing else {}
+            await engine.load("memory", then="far", **options)
 
-            begun_s = asyncio.get_running_loop().time()
-            results = await ranks.each(body)
-            assert isinstance(results[refusing], ConfigError)
-            error = results[1 - refusing]
-            assert isinstance(error, RankError)
-            assert error.causes[refusing].startswith("ConfigError: ")
-            assert asyncio.get_running_loop().time() - begun_s < DEADLINES.peer_s
-
-    run_virtual(scenario(), seed=0)
+        begun_s = asyncio.get_running_loop().time()
+        results = await ranks.each(body)
+        assert isinstance(results[refusing], ConfigError)
+        error = results[1 - refusing]
+        assert isinstance(error, RankError)
+        assert error.causes[refusing].startswith("ConfigError: ")
+        assert asyncio.get_running_loop().time() - begun_s < DEADLINES.peer_s
 
 
 @pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
 @pytest.mark.parametrize("looks", range(1, 4))
-def test_what_is_removed_as_it_is_looked_at_is_read_from_the_second_tier(
+@in_virtual_time
+async def test_what_is_removed_as_it_is_looked_at_is_read_from_the_second_tier(
     num_ranks: int, looks: int
 ) -> None:
     """Before the tier is decided on or after that: on every rank, in step."""
@@ -254,80 +252,73 @@ def test_what_is_removed_as_it_is_looked_at_is_read_from_the_second_tier(
     far = MemoryStorage("far")
     state = {"x": torch.ones(1000)}
 
-    async def scenario() -> None:
-        async with job(num_ranks, observer=log, far=far) as ranks:
-            num_left = looks
+    async with job(num_ranks, observer=log, far=far) as ranks:
+        num_left = looks
 
-            def remove(operation: Operation) -> None:
-                nonlocal num_left
-                num_left -= operation.kind in ("version", "read_manifest")
-                if num_left == 0:
-                    ranks.place._place.manifest = None
+        def remove(operation: Operation) -> None:
+            nonlocal num_left
+            num_left -= operation.kind in ("version", "read_manifest")
+            if num_left == 0:
+                ranks.place._place.manifest = None
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save(state, "memory", then="far").durable
-                await asyncio.sleep(5.0)
-                if rank == 0:
-                    ranks.place.fault = remove
-                found = await engine.load("memory", then="far")
-                assert torch.equal(found["x"], state["x"])
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save(state, "memory", then="far").durable
+            await asyncio.sleep(5.0)
+            if rank == 0:
+                ranks.place.fault = remove
+            found = await engine.load("memory", then="far")
+            assert torch.equal(found["x"], state["x"])
 
-            await ranks.all(body)
-            assert num_left <= 1
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+        assert num_left <= 1
     assert len(log.of(TierPassedOver)) == (looks < 3)
 
 
-def test_ranks_say_where_else_a_damaged_checkpoint_is() -> None:
+@in_virtual_time
+async def test_ranks_say_where_else_a_damaged_checkpoint_is() -> None:
     """A block that one of them finds damaged: all raise, and none waits for others to go on."""
     log = EventLog()
     far = MemoryStorage("far")
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+    async with job(NUM_RANKS, observer=log, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save(state_of(rank), "memory", then="far").durable
-                near = ranks.place
-                if rank == 0:
-                    assert near.manifest is not None
-                    manifest = decode_manifest(near.manifest)
-                    [entry] = manifest.tensors
-                    [chunk, *_] = entry.chunks
-                    near.files[manifest.files[chunk.file].name][chunk.start] ^= 1
-                # each its own rows, so that one rank alone reads what is damaged
-                with pytest.raises(RankError, match="CorruptionError") as raised:
-                    await engine.load("memory", into=state_of(rank), then="far")
-                assert "load 'far'" in raised.value.__notes__[-1]
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save(state_of(rank), "memory", then="far").durable
+            near = ranks.place
+            if rank == 0:
+                assert near.manifest is not None
+                manifest = decode_manifest(near.manifest)
+                [entry] = manifest.tensors
+                [chunk, *_] = entry.chunks
+                near.files[manifest.files[chunk.file].name][chunk.start] ^= 1
+            # each its own rows, so that one rank alone reads what is damaged
+            with pytest.raises(RankError, match="CorruptionError") as raised:
+                await engine.load("memory", into=state_of(rank), then="far")
+            assert "load 'far'" in raised.value.__notes__[-1]
 
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
     assert log.of(TierPassedOver) == []
 
 
-def test_ranks_do_not_read_the_past_where_a_manifest_is_damaged() -> None:
+@in_virtual_time
+async def test_ranks_do_not_read_the_past_where_a_manifest_is_damaged() -> None:
     """A note says that the second tier has an older save: all raise, and say where that is."""
     log = EventLog()
     far = MemoryStorage("far")
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+    async with job(NUM_RANKS, observer=log, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save(state_of(rank), "memory", then="far").durable
-                if rank == 0:
-                    place = ranks.place._place
-                    place.notes["a" * 32], place.manifest = b"{}", b"{}"
-                    place.version += 1
-                with pytest.raises(FormatError) as raised:
-                    await engine.load("memory", then="far")
-                assert "load 'far'" in raised.value.__notes__[-1]
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save(state_of(rank), "memory", then="far").durable
+            if rank == 0:
+                place = ranks.place._place
+                place.notes["a" * 32], place.manifest = b"{}", b"{}"
+                place.version += 1
+            with pytest.raises(FormatError) as raised:
+                await engine.load("memory", then="far")
+            assert "load 'far'" in raised.value.__notes__[-1]
 
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
     assert log.of(TierPassedOver) == []
 
 
@@ -362,46 +353,41 @@ def test_the_rank_that_decides_alone_asks_the_second_tier(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_second_tier_that_is_the_first_by_a_link_ends_the_save_on_all_ranks(
+@in_virtual_time
+async def test_a_second_tier_that_is_the_first_by_a_link_ends_the_save_on_all_ranks(
     *, overwrite: bool
 ) -> None:
     """Before the commit, by the rank that commits; nothing is left that is owed."""
     near, log = MemoryStorage("memory"), EventLog()
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS, near, observer=log, far=near.another_name("far")) as ranks:
+    async with job(NUM_RANKS, near, observer=log, far=near.another_name("far")) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                handle = engine.save(state_of(rank), "memory", then="far", overwrite=overwrite)
-                with pytest.raises(RankError, match="where the checkpoint itself goes"):
-                    await handle
-                with pytest.raises(RankError):
-                    await handle.durable
+        async def body(rank: int, engine: Engine) -> None:
+            handle = engine.save(state_of(rank), "memory", then="far", overwrite=overwrite)
+            with pytest.raises(RankError, match="where the checkpoint itself goes"):
+                await handle
+            with pytest.raises(RankError):
+                await handle.durable
 
-            await ranks.all(body)
-        assert near.manifest is None
-        assert near.files == near.notes == {}
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+    assert near.manifest is None
+    assert near.files == near.notes == {}
     assert log.of(CopyFailed) == []
 
 
-def test_ranks_that_copy_to_different_places_are_told() -> None:
+@in_virtual_time
+async def test_ranks_that_copy_to_different_places_are_told() -> None:
     """Nothing is committed at either."""
+    async with job(2) as ranks:
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
+        async def differ(rank: int, engine: Engine) -> None:
+            state = {"step": 3, "t": torch.arange(10)}
+            handle = engine.save(state, "memory", then=("far", "farther")[rank])
+            await handle
+            with pytest.raises(RankError, match="alike on all ranks"):
+                await handle.durable
 
-            async def differ(rank: int, engine: Engine) -> None:
-                state = {"step": 3, "t": torch.arange(10)}
-                handle = engine.save(state, "memory", then=("far", "farther")[rank])
-                await handle
-                with pytest.raises(RankError, match="alike on all ranks"):
-                    await handle.durable
-
-            await ranks.all(differ)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(differ)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -427,63 +413,59 @@ def test_a_rank_that_copies_for_long_is_waited_for(seed: int) -> None:
     assert run_virtual(scenario(), seed=seed) > 3 * DEADLINES.meet_s
 
 
-def test_a_copy_that_is_stopped_in_line_stops_on_all_ranks() -> None:
+@in_virtual_time
+async def test_a_copy_that_is_stopped_in_line_stops_on_all_ranks() -> None:
     """At once: nobody waits for a rank that will not come."""
     far = MemoryStorage("far")
     config = config_with(max_tier_copies=1, meet_timeout_s=DEADLINES.meet_s)
 
-    async def scenario() -> None:
-        async with job(2, config=config, far=far) as ranks:
+    async with job(2, config=config, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                twin = engine._core.storage("far")
-                assert isinstance(twin, MemoryStorage)
-                twin._max_delay_s = 40.0  # of the first copy alone
-                state = {"step": 3, "t": torch.arange(10)}
-                first = engine.save(state, "memory", then="far")
-                await first
-                second = engine.save(state, "other", then="farther")
-                await second
-                assert not first.durable.done()
-                now_s = asyncio.get_running_loop().time()
-                if rank == 1:
-                    second.abort()
-                with pytest.raises(SaveAbortedError if rank == 1 else RankError):
-                    await second.durable
-                assert asyncio.get_running_loop().time() < now_s + 5.0
-                await first.durable
+        async def body(rank: int, engine: Engine) -> None:
+            twin = engine._core.storage("far")
+            assert isinstance(twin, MemoryStorage)
+            twin._max_delay_s = 40.0  # of the first copy alone
+            state = {"step": 3, "t": torch.arange(10)}
+            first = engine.save(state, "memory", then="far")
+            await first
+            second = engine.save(state, "other", then="farther")
+            await second
+            assert not first.durable.done()
+            now_s = asyncio.get_running_loop().time()
+            if rank == 1:
+                second.abort()
+            with pytest.raises(SaveAbortedError if rank == 1 else RankError):
+                await second.durable
+            assert asyncio.get_running_loop().time() < now_s + 5.0
+            await first.durable
 
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
 
 
 @pytest.mark.parametrize("aborting", [0, 1])
-def test_an_abort_before_a_copy_is_published_leaves_nobody_in_doubt(aborting: int) -> None:
+@in_virtual_time
+async def test_an_abort_before_a_copy_is_published_leaves_nobody_in_doubt(aborting: int) -> None:
     """Rank 0 had begun to commit it, and says that it has not got to it."""
     far = MemoryStorage("far")
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS, far=far) as ranks:
-            place = ranks.engines[0]._core.storage("far")
-            assert isinstance(place, MemoryStorage)
-            place._max_delay_s = 0.5
+    async with job(NUM_RANKS, far=far) as ranks:
+        place = ranks.engines[0]._core.storage("far")
+        assert isinstance(place, MemoryStorage)
+        place._max_delay_s = 0.5
 
-            async def body(rank: int, engine: Engine) -> None:
-                handle = engine.save(state_of(rank), "memory", then="far")
-                if rank == aborting:
-                    while not any(operation.kind == "commit" for operation in place.operations):
-                        await asyncio.sleep(0.001)
-                    handle.abort()
-                await handle
-                with pytest.raises(SaveAbortedError if rank == aborting else RankError) as caught:
-                    await handle.durable
-                assert not getattr(caught.value, "in_doubt", False)
+        async def body(rank: int, engine: Engine) -> None:
+            handle = engine.save(state_of(rank), "memory", then="far")
+            if rank == aborting:
+                while not any(operation.kind == "commit" for operation in place.operations):
+                    await asyncio.sleep(0.001)
+                handle.abort()
+            await handle
+            with pytest.raises(SaveAbortedError if rank == aborting else RankError) as caught:
+                await handle.durable
+            assert not getattr(caught.value, "in_doubt", False)
 
-            await ranks.all(body)
-            assert far.manifest is None
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+        assert far.manifest is None
 
 
 def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
@@ -557,27 +539,24 @@ def test_ranks_that_are_ahead_of_the_first_one_upload_to_an_object_store(seed: i
     run_virtual(scenario(), seed=seed)
 
 
-def test_who_loses_rank_0_as_it_commits_a_copy_is_in_doubt() -> None:
+@in_virtual_time
+async def test_who_loses_rank_0_as_it_commits_a_copy_is_in_doubt() -> None:
     """It may be at the second tier."""
+    async with job(NUM_RANKS) as ranks:
+        place = ranks.engines[0]._core.storage("far")
+        assert isinstance(place, MemoryStorage)
+        place._max_delay_s = 0.5
 
-    async def scenario() -> None:
-        async with job(NUM_RANKS) as ranks:
-            place = ranks.engines[0]._core.storage("far")
-            assert isinstance(place, MemoryStorage)
-            place._max_delay_s = 0.5
+        async def body(rank: int, engine: Engine) -> None:
+            handle = engine.save(state_of(rank), "memory", then="far")
+            if rank == 1:
+                while not any(operation.kind == "commit" for operation in place.operations):
+                    await asyncio.sleep(0.001)
+                ranks.ranks.kill(0)
+            await handle
+            with pytest.raises(PeerLostError) as caught:
+                await handle.durable
+            assert caught.value.in_doubt
 
-            async def body(rank: int, engine: Engine) -> None:
-                handle = engine.save(state_of(rank), "memory", then="far")
-                if rank == 1:
-                    while not any(operation.kind == "commit" for operation in place.operations):
-                        await asyncio.sleep(0.001)
-                    ranks.ranks.kill(0)
-                await handle
-                with pytest.raises(PeerLostError) as caught:
-                    await handle.durable
-                assert caught.value.in_doubt
-
-            for answer in (await ranks.each(body))[1:]:
-                assert answer is None
-
-    run_virtual(scenario(), seed=0)
+        for answer in (await ranks.each(body))[1:]:
+            assert answer is None

@@ -28,6 +28,7 @@ from tests.job_rig import Job, blank, job, shards_of
 from tests.rig import config_with, inline_engine, num_rounds, random_state
 from tests.state.ranks import as_rank
 from tests.state.test_sharded import sharded_tensor
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,32 +125,27 @@ def test_a_state_comes_back_at_any_number_of_ranks(seed: int, saved: int, loaded
     run_virtual(scenario(), seed=seed)
 
 
-def test_the_second_save_takes_one_round() -> None:
+@in_virtual_time
+async def test_the_second_save_takes_one_round() -> None:
     """Ranks whose blocks are unchanged meet once a save, at its end."""
     full = full_state(0)
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
-            rounds = [0.0]
-            for _ in range(3):
-                await save_all(ranks, full, overwrite=True)
-                rounds.append(num_rounds(ranks.ranks))
-            assert [b - a for a, b in itertools.pairwise(rounds)] == [2, 1, 1]
-
-    run_virtual(scenario(), seed=0)
+    async with job(3) as ranks:
+        rounds = [0.0]
+        for _ in range(3):
+            await save_all(ranks, full, overwrite=True)
+            rounds.append(num_rounds(ranks.ranks))
+        assert [b - a for a, b in itertools.pairwise(rounds)] == [2, 1, 1]
 
 
-def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_job() -> None:
+@in_virtual_time
+async def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_job() -> None:
     """`cache_ttl_s` is about what others save: each rank knows what it has saved over itself."""
-
-    async def scenario() -> None:
-        async with job(2, config=config_with(cache_ttl_s=1e6)) as ranks:
-            for seed in (1, 2):
-                infos = await save_all(ranks, full_state(seed), overwrite=True)
-                manifests = await ranks.all(lambda _, engine: engine.inspect("memory"))
-                assert {manifest.save_id for manifest in manifests} == {infos[0].save_id}
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, config=config_with(cache_ttl_s=1e6)) as ranks:
+        for seed in (1, 2):
+            infos = await save_all(ranks, full_state(seed), overwrite=True)
+            manifests = await ranks.all(lambda _, engine: engine.inspect("memory"))
+            assert {manifest.save_id for manifest in manifests} == {infos[0].save_id}
 
 
 @given(seed=seeds, changed=st.sets(st.integers(0, 3), min_size=1))
@@ -184,72 +180,63 @@ def test_a_rank_that_changes_alone_is_planned_anew(seed: int, changed: set[int])
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_rank_that_drops_what_it_wrote_for_others_fails_the_save() -> None:
+@in_virtual_time
+async def test_a_rank_that_drops_what_it_wrote_for_others_fails_the_save() -> None:
     """Nothing is saved without a tensor that others still have; the next save has it."""
+    async with job(2) as ranks:
+        full = {f"w{i}": torch.full((20_000,), float(i)) for i in range(4)}
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
-            full = {f"w{i}": torch.full((20_000,), float(i)) for i in range(4)}
+        async def first(_: int, engine: Engine) -> None:
+            await engine.save(full, "memory")
 
-            async def first(_: int, engine: Engine) -> None:
-                await engine.save(full, "memory")
+        async def second(rank: int, engine: Engine) -> None:
+            state = {"w0": full["w0"]} if rank == 1 else full
+            await engine.save(state, "memory", overwrite=True)
 
-            async def second(rank: int, engine: Engine) -> None:
-                state = {"w0": full["w0"]} if rank == 1 else full
-                await engine.save(state, "memory", overwrite=True)
-
-            await ranks.all(first)
-            before = ranks.place.manifest
-            for error in await ranks.each(second):
-                assert isinstance(error, RankError)
-                assert "save again" in str(error)
-            assert ranks.place.manifest == before
-            await ranks.all(second)
-            assert ranks.place.manifest != before
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(first)
+        before = ranks.place.manifest
+        for error in await ranks.each(second):
+            assert isinstance(error, RankError)
+            assert "save again" in str(error)
+        assert ranks.place.manifest == before
+        await ranks.all(second)
+        assert ranks.place.manifest != before
 
 
-def test_buffers_that_differ_come_from_rank_0() -> None:
+@in_virtual_time
+async def test_buffers_that_differ_come_from_rank_0() -> None:
     """As DDP takes them from there before each step: what is resumed is what went on."""
+    async with job(3) as ranks:
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            norms = {f"mean{i}": torch.full((64,), float(rank)) for i in range(8)}
+            weights = {f"w{i}": torch.full((200_000,), float(i)) for i in range(3)}
+            model = {**norms, **weights, "num_batches": torch.tensor(rank)}
+            await engine.save(model, "memory")
+            found = await engine.load("memory")
+            for name in norms:
+                assert not found[name].any()
+            assert found["num_batches"] == 0
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
 
-            async def body(rank: int, engine: Engine) -> None:
-                norms = {f"mean{i}": torch.full((64,), float(rank)) for i in range(8)}
-                weights = {f"w{i}": torch.full((200_000,), float(i)) for i in range(3)}
-                model = {**norms, **weights, "num_batches": torch.tensor(rank)}
-                await engine.save(model, "memory")
-                found = await engine.load("memory")
-                for name in norms:
-                    assert not found[name].any()
-                assert found["num_batches"] == 0
-                assert all(torch.equal(found[name], weights[name]) for name in weights)
-
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
 
 
-def test_values_that_differ_are_refused_on_every_rank() -> None:
+@in_virtual_time
+async def test_values_that_differ_are_refused_on_every_rank() -> None:
     """A number that is not the same on all ranks is named, and nothing is written."""
+    async with job(3) as ranks:
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save({"w": torch.zeros(4), "step": rank // 2}, "memory")
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save({"w": torch.zeros(4), "step": rank // 2}, "memory")
-
-            errors = await ranks.each(body)
-            assert {type(error) for error in errors} == {RankError}
-            assert len({str(error) for error in errors}) == 1
-            assert str(errors[0]).startswith(f"save to {ranks.place.path!r} failed on rank 0: ")
-            assert "step" in str(errors[0])
-            assert ranks.place.manifest is None
-            assert ranks.place.leftovers() == []
-
-    run_virtual(scenario(), seed=0)
+        errors = await ranks.each(body)
+        assert {type(error) for error in errors} == {RankError}
+        assert len({str(error) for error in errors}) == 1
+        assert str(errors[0]).startswith(f"save to {ranks.place.path!r} failed on rank 0: ")
+        assert "step" in str(errors[0])
+        assert ranks.place.manifest is None
+        assert ranks.place.leftovers() == []
 
 
 def moments(seed: int, parameter: int = 0) -> dict[str, Any]:
@@ -281,113 +268,98 @@ MARKED: dict[str, tuple[Callable[[int], Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("make", "name", "word"), MARKED.values(), ids=MARKED)
-def test_tensors_that_stand_for_values_are_the_same_on_all_ranks(
+@in_virtual_time
+async def test_tensors_that_stand_for_values_are_the_same_on_all_ranks(
     make: Callable[[int], Any], name: str, word: str
 ) -> None:
     """Random states, positions and moments of one name that differ are no copies."""
+    async with job(2) as ranks:
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
+        async def differing(rank: int, engine: Engine) -> None:
+            await engine.save(make(rank), "memory")
 
-            async def differing(rank: int, engine: Engine) -> None:
-                await engine.save(make(rank), "memory")
+        for error in await ranks.each(differing):
+            assert isinstance(error, RankError)
+            assert f"{name!r} is " in str(error)
+            assert word in str(error)
+        assert ranks.place.manifest is None
 
-            for error in await ranks.each(differing):
-                assert isinstance(error, RankError)
-                assert f"{name!r} is " in str(error)
-                assert word in str(error)
-            assert ranks.place.manifest is None
+        async def equal(rank: int, engine: Engine) -> None:
+            del rank
+            await engine.save(make(1), "memory")
 
-            async def equal(rank: int, engine: Engine) -> None:
-                del rank
-                await engine.save(make(1), "memory")
+        async def own(rank: int, engine: Engine) -> None:
+            await engine.save({"own": PerRank(make(rank))}, "memory", overwrite=True)
 
-            async def own(rank: int, engine: Engine) -> None:
-                await engine.save({"own": PerRank(make(rank))}, "memory", overwrite=True)
-
-            await ranks.all(equal)
-            assert ranks.place.manifest is not None
-            assert b'"mark"' not in ranks.place.manifest
-            await ranks.all(own)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(equal)
+        assert ranks.place.manifest is not None
+        assert b'"mark"' not in ranks.place.manifest
+        await ranks.all(own)
 
 
-def test_what_stands_for_values_is_tied_all_the_same() -> None:
+@in_virtual_time
+async def test_what_stands_for_values_is_tied_all_the_same() -> None:
     """A tensor at two places, a view of it, an array twice: each is stored once, as by one rank."""
+    async with job(2) as ranks:
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            del rank
+            random, array = torch.arange(64, dtype=torch.uint8), np.arange(8)
+            state = {"a": random, "b": random, "part": random[8:16], "x": array, "y": array}
+            info = await engine.save(state, "memory")
+            assert info.num_tensors == 2
+            found = await engine.load("memory")
+            assert found["a"] is found["b"]
+            assert found["part"].data_ptr() == found["a"].data_ptr() + 8
+            assert np.shares_memory(found["x"], found["y"])
 
-            async def body(rank: int, engine: Engine) -> None:
-                del rank
-                random, array = torch.arange(64, dtype=torch.uint8), np.arange(8)
-                state = {"a": random, "b": random, "part": random[8:16], "x": array, "y": array}
-                info = await engine.save(state, "memory")
-                assert info.num_tensors == 2
-                found = await engine.load("memory")
-                assert found["a"] is found["b"]
-                assert found["part"].data_ptr() == found["a"].data_ptr() + 8
-                assert np.shares_memory(found["x"], found["y"])
-
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
 
 
-def test_buffers_that_differ_are_taken_for_copies() -> None:
+@in_virtual_time
+async def test_buffers_that_differ_are_taken_for_copies() -> None:
     """Statistics of batch norm, and whatever else a module has: nobody knows that it may not."""
+    async with job(2) as ranks:
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            norm = torch.nn.BatchNorm1d(2)
+            norm.register_buffer("mask", torch.full((2,), rank, dtype=torch.uint8))
+            norm(torch.full((4, 2), float(rank)))
+            await engine.save({"norm": norm, "mean": torch.ones(2) * rank}, "memory")
 
-            async def body(rank: int, engine: Engine) -> None:
-                norm = torch.nn.BatchNorm1d(2)
-                norm.register_buffer("mask", torch.full((2,), rank, dtype=torch.uint8))
-                norm(torch.full((4, 2), float(rank)))
-                await engine.save({"norm": norm, "mean": torch.ones(2) * rank}, "memory")
-
-            await ranks.all(body)
-            assert ranks.place.manifest is not None
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+        assert ranks.place.manifest is not None
 
 
-def test_a_gap_is_refused_on_every_rank_before_anything_is_written() -> None:
+@in_virtual_time
+async def test_a_gap_is_refused_on_every_rank_before_anything_is_written() -> None:
     """Shards that do not fill their tensor fail the save on every rank."""
+    async with job(3) as ranks:
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            shard = shards_of(torch.zeros(12, 3), (4, 1))[rank]
+            await engine.save({"w": shard}, "memory")
 
-            async def body(rank: int, engine: Engine) -> None:
-                shard = shards_of(torch.zeros(12, 3), (4, 1))[rank]
-                await engine.save({"w": shard}, "memory")
-
-            errors = await ranks.each(body)
-            assert {type(error) for error in errors} == {RankError}
-            assert errors[0] is not None
-            assert isinstance(errors[0].__cause__, PlanError)
-            assert [s.counts.written_nbytes for s in ranks.storages] == [0, 0, 0]
-
-    run_virtual(scenario(), seed=0)
+        errors = await ranks.each(body)
+        assert {type(error) for error in errors} == {RankError}
+        assert errors[0] is not None
+        assert isinstance(errors[0].__cause__, PlanError)
+        assert [s.counts.written_nbytes for s in ranks.storages] == [0, 0, 0]
 
 
-def test_a_state_that_one_rank_cannot_save_fails_on_all() -> None:
+@in_virtual_time
+async def test_a_state_that_one_rank_cannot_save_fails_on_all() -> None:
     """Other ranks do not wait for one whose state was refused at the call."""
+    async with job(2) as ranks:
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save({"w": torch.zeros(3), "x": object() if rank else 1}, "memory")
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save({"w": torch.zeros(3), "x": object() if rank else 1}, "memory")
-
-            errors = await ranks.each(body)
-            assert isinstance(errors[0], RankError)
-            assert "UnsupportedLeafError" in str(errors[0])
-            assert "cannot save 'x'" in str(errors[1])
-            assert asyncio.get_running_loop().time() < 1
-
-    run_virtual(scenario(), seed=0)
+        errors = await ranks.each(body)
+        assert isinstance(errors[0], RankError)
+        assert "UnsupportedLeafError" in str(errors[0])
+        assert "cannot save 'x'" in str(errors[1])
+        assert asyncio.get_running_loop().time() < 1
 
 
 @given(seed=seeds, rank=st.integers(0, 3), number=st.integers(0, 60))
@@ -489,59 +461,51 @@ def test_cancelling_on_one_rank_ends_the_save_on_all(seed: int, rank: int, at_s:
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_shard_alone_is_no_tensor() -> None:
+@in_virtual_time
+async def test_a_shard_alone_is_no_tensor() -> None:
     """One rank alone cannot save a shard of a tensor whose rest nobody has."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        async with inline_engine({"memory": storage}) as engine:
-            shard = shards_of(torch.zeros(12, 3), (4, 1))[1]
-            with pytest.raises(PlanError, match="'w'"):
-                await engine.save({"w": shard}, "memory")
-            whole = Shard(torch.ones(12, 3), (12, 3), global_offset=(0, 0))
-            await engine.save({"w": whole, **random_state([9 * KiB])}, "memory")
-            assert torch.equal((await engine.load("memory"))["w"], whole.tensor)
-
-    run_virtual(scenario(), seed=0)
+    storage = MemoryStorage("memory")
+    async with inline_engine({"memory": storage}) as engine:
+        shard = shards_of(torch.zeros(12, 3), (4, 1))[1]
+        with pytest.raises(PlanError, match="'w'"):
+            await engine.save({"w": shard}, "memory")
+        whole = Shard(torch.ones(12, 3), (12, 3), global_offset=(0, 0))
+        await engine.save({"w": whole, **random_state([9 * KiB])}, "memory")
+        assert torch.equal((await engine.load("memory"))["w"], whole.tensor)
 
 
-def test_a_rank_alone_may_hold_a_tensor_in_several_blocks() -> None:
+@in_virtual_time
+async def test_a_rank_alone_may_hold_a_tensor_in_several_blocks() -> None:
     """As the one process that is left of a job has all shards of a ShardedTensor."""
     tensor = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 
-    async def scenario() -> None:
-        async with inline_engine({"memory": MemoryStorage("memory")}) as engine:
-            with as_rank(0, 1):
-                await engine.save({"w": sharded_tensor(tensor, [5, 7], 0, [0, 0])}, "memory")
-            assert torch.equal((await engine.load("memory"))["w"], tensor)
-
-    run_virtual(scenario(), seed=0)
+    async with inline_engine({"memory": MemoryStorage("memory")}) as engine:
+        with as_rank(0, 1):
+            await engine.save({"w": sharded_tensor(tensor, [5, 7], 0, [0, 0])}, "memory")
+        assert torch.equal((await engine.load("memory"))["w"], tensor)
 
 
-def test_a_checkpoint_that_is_there_is_an_error_of_its_own_on_every_rank() -> None:
+@in_virtual_time
+async def test_a_checkpoint_that_is_there_is_an_error_of_its_own_on_every_rank() -> None:
     """Whoever guards against overwriting, or resumes, catches the same errors as alone."""
+    async with job(3) as ranks:
+        full = full_state(0)
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
-            full = full_state(0)
+        async def load(_: int, engine: Engine) -> None:
+            await engine.load("memory")
 
-            async def load(_: int, engine: Engine) -> None:
-                await engine.load("memory")
+        for error in await ranks.each(load):
+            assert type(error) is CheckpointNotFoundError
+        await save_all(ranks, full)
 
-            for error in await ranks.each(load):
-                assert type(error) is CheckpointNotFoundError
-            await save_all(ranks, full)
+        async def save(rank: int, engine: Engine) -> None:
+            await engine.save(part_of(full, rank, 3), "memory")
 
-            async def save(rank: int, engine: Engine) -> None:
-                await engine.save(part_of(full, rank, 3), "memory")
-
-            for error in await ranks.each(save):
-                assert type(error) is CheckpointExistsError
-                assert isinstance(error.__cause__, RankError)
-            await ranks.all(load)
-        assert ranks.place.leftovers() == []
-
-    run_virtual(scenario(), seed=0)
+        for error in await ranks.each(save):
+            assert type(error) is CheckpointExistsError
+            assert isinstance(error.__cause__, RankError)
+        await ranks.all(load)
+    assert ranks.place.leftovers() == []
 
 
 def test_who_waits_for_others_hears_of_it(
@@ -576,47 +540,39 @@ def test_who_waits_for_others_hears_of_it(
     assert "every rank has to make this call" not in caplog.text
 
 
-def test_a_rank_that_never_comes_is_named_while_it_is_waited_for() -> None:
+@in_virtual_time
+async def test_a_rank_that_never_comes_is_named_while_it_is_waited_for() -> None:
     """`if rank == 0: save(...)`: said before it is given up."""
     log = EventLog()
 
-    async def scenario() -> None:
-        async with job(2, observer=log) as ranks:
-            with pytest.raises(RankError, match="rank 1 did not come"):
-                await ranks.engines[0].save(random_state([100]), "memory")
-
-    run_virtual(scenario(), seed=0)
+    async with job(2, observer=log) as ranks:
+        with pytest.raises(RankError, match="rank 1 did not come"):
+            await ranks.engines[0].save(random_state([100]), "memory")
     assert {event.absent for event in log.of(RanksAwaited)} == {(1,)}
 
 
-def test_without_an_observer_the_log_says_who_is_waited_for(
+@in_virtual_time
+async def test_without_an_observer_the_log_says_who_is_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Minutes of silence look like a hang."""
-
-    async def scenario() -> None:
-        async with job(2) as ranks:
-            with pytest.raises(RankError, match="rank 1 did not come"):
-                await ranks.engines[0].save(random_state([100]), "memory")
-
-    run_virtual(scenario(), seed=0)
+    async with job(2) as ranks:
+        with pytest.raises(RankError, match="rank 1 did not come"):
+            await ranks.engines[0].save(random_state([100]), "memory")
     assert "waiting for rank 1; every rank has to make this call" in caplog.text
 
 
-def test_dimensions_lie_in_memory_as_they_did_on_every_rank() -> None:
+@in_virtual_time
+async def test_dimensions_lie_in_memory_as_they_did_on_every_rank() -> None:
     """The trees of ranks are merged, and keep the order."""
+    async with job(2) as ranks:
+        mine = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
 
-    async def scenario() -> None:
-        async with job(2) as ranks:
-            mine = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save({"all": mine, f"own{rank}": mine + 1}, "memory")
+            found = await engine.load("memory")
+            for name, tensor in (("all", mine), ("own0", mine + 1), ("own1", mine + 1)):
+                assert torch.equal(found[name], tensor)
+                assert found[name].stride() == mine.stride()
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save({"all": mine, f"own{rank}": mine + 1}, "memory")
-                found = await engine.load("memory")
-                for name, tensor in (("all", mine), ("own0", mine + 1), ("own1", mine + 1)):
-                    assert torch.equal(found[name], tensor)
-                    assert found[name].stride() == mine.stride()
-
-            await ranks.all(body)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)

@@ -11,6 +11,7 @@ import torch
 from ckptio import PerRank
 from ckptio.testing import run_virtual
 from tests.job_rig import Job, job
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -94,19 +95,16 @@ def test_saves_that_overlap_follow_plans_that_fit(seed: int, changes: bool, unit
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_value_that_some_ranks_alone_have_by_now_is_saved() -> None:
+@in_virtual_time
+async def test_a_value_that_some_ranks_alone_have_by_now_is_saved() -> None:
     """They had the tree of another rank before, which sends it; nobody sends theirs."""
+    async with job(3) as ranks:
+        for some in (set[int](), {1}, {1, 2}):
 
-    async def scenario() -> None:
-        async with job(3) as ranks:
-            for some in (set[int](), {1}, {1, 2}):
+            async def save(rank: int, engine: Engine, some: set[int] = some) -> None:
+                more = {"epoch": 7} if rank in some else {}
+                await engine.save({"w": torch.ones(3), **more}, "memory", overwrite=True)
+                found = await engine.load("memory")
+                assert found.get("epoch") == (7 if some else None)
 
-                async def save(rank: int, engine: Engine, some: set[int] = some) -> None:
-                    more = {"epoch": 7} if rank in some else {}
-                    await engine.save({"w": torch.ones(3), **more}, "memory", overwrite=True)
-                    found = await engine.load("memory")
-                    assert found.get("epoch") == (7 if some else None)
-
-                await ranks.all(save)
-
-    run_virtual(scenario(), seed=0)
+            await ranks.all(save)

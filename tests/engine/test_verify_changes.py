@@ -11,9 +11,10 @@ import pytest
 import ckptio.sync
 from ckptio.config import KiB
 from ckptio.errors import CorruptionError, StorageError
-from ckptio.testing import MemoryStorage, RecordingFiles, run_virtual
+from ckptio.testing import MemoryStorage, RecordingFiles
 from tests.cli.rig import flip
 from tests.rig import SMALL, FilesCore, config_with, inline_engine, random_state
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,30 +22,27 @@ if TYPE_CHECKING:
     from ckptio.testing import Operation
 
 
-def test_a_file_cut_off_while_it_is_verified_is_listed_with_the_rest() -> None:
+@in_virtual_time
+async def test_a_file_cut_off_while_it_is_verified_is_listed_with_the_rest() -> None:
     """What was found before stays found, and other files are read."""
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}, config_with(max_reads=1)) as engine:
+        await engine.save(random_state([256 * KiB, 256 * KiB]), "memory")
+        first, second = sorted(storage.files)
+        storage.files[second][20 * KiB] ^= 1
 
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}, config_with(max_reads=1)) as engine:
-            await engine.save(random_state([256 * KiB, 256 * KiB]), "memory")
-            first, second = sorted(storage.files)
-            storage.files[second][20 * KiB] ^= 1
+        def cut_off(operation: Operation) -> None:
+            if operation.kind == "pread_into" and operation.path.endswith(first):
+                del storage.files[first][100 * KiB :]
 
-            def cut_off(operation: Operation) -> None:
-                if operation.kind == "pread_into" and operation.path.endswith(first):
-                    del storage.files[first][100 * KiB :]
-
-            storage.fault = cut_off
-            report = await engine.verify("memory")
-            assert {error.file for error in report.damage} == {first, second}
-            assert any("ends at byte 102400" in str(error) for error in report.damage)
-            places = [(error.file, error.start, error.stop) for error in report.damage]
-            assert len(set(places)) == len(places)  # each block is told once
-            with pytest.raises(CorruptionError):
-                await engine.load("memory")
-
-    run_virtual(scenario(), seed=0)
+        storage.fault = cut_off
+        report = await engine.verify("memory")
+        assert {error.file for error in report.damage} == {first, second}
+        assert any("ends at byte 102400" in str(error) for error in report.damage)
+        places = [(error.file, error.start, error.stop) for error in report.damage]
+        assert len(set(places)) == len(places)  # each block is told once
+        with pytest.raises(CorruptionError):
+            await engine.load("memory")
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])

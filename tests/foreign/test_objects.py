@@ -45,6 +45,7 @@ from tests.foreign.rig import (
 )
 from tests.foreign.test_dcp import save_chunks
 from tests.rig import SMALL, config_with
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -609,18 +610,15 @@ class Slow(ObjectFolder):
         return bytes(at % 251 for at in range(start, stop))
 
 
-def test_a_block_that_many_ask_for_is_read_once() -> None:
+@in_virtual_time
+async def test_a_block_that_many_ask_for_is_read_once() -> None:
     """Whoever comes while it is read waits for it, and nothing is kept of the waiting."""
-
-    async def scenario() -> None:
-        folder = Slow()
-        found = await asyncio.gather(*(folder.read_blocks("o", 900, 7 * i, 900) for i in range(20)))
-        assert found == [bytes(at % 251 for at in range(7 * i, 900)) for i in range(20)]
-        folder.reader = None
-        assert folder.reads == [(0, 900)]
-        assert not folder._turns
-
-    run_virtual(scenario(), seed=0)
+    folder = Slow()
+    found = await asyncio.gather(*(folder.read_blocks("o", 900, 7 * i, 900) for i in range(20)))
+    assert found == [bytes(at % 251 for at in range(7 * i, 900)) for i in range(20)]
+    folder.reader = None
+    assert folder.reads == [(0, 900)]
+    assert not folder._turns
 
 
 @pytest.mark.parametrize("end", ["fails", "is cancelled"])

@@ -17,6 +17,7 @@ from ckptio.errors import StagingError
 from ckptio.staging import pool as pool_module
 from ckptio.staging.pool import CopiesLostError, Slab, SlabPool
 from ckptio.testing import run_virtual
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -568,7 +569,8 @@ async def test_who_waits_for_a_slab_that_is_lost_is_told(monkeypatch: pytest.Mon
     pool.close()
 
 
-def test_who_waits_for_a_slab_that_is_lost_is_told_though_another_gave_up(
+@in_virtual_time
+async def test_who_waits_for_a_slab_that_is_lost_is_told_though_another_gave_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cancelled in the very turn in which it is lost: the next one hears of it all the same."""
@@ -576,76 +578,70 @@ def test_who_waits_for_a_slab_that_is_lost_is_told_though_another_gave_up(
     def refuse(_: int) -> Slab:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    async def scenario() -> None:
-        pool = SlabPool(PAGE, PAGE)
+    pool = SlabPool(PAGE, PAGE)
 
-        async def wait() -> None:
-            async with pool.lease():
-                pass
+    async def wait() -> None:
+        async with pool.lease():
+            pass
 
-        waiting: list[asyncio.Task[None]] = []
-        kept = len(pool_module._lost)
-        with pytest.raises(CopiesLostError):
-            async with pool.lease():
-                for number in (1, 2):
-                    waiting.append(asyncio.create_task(wait()))
-                    while pool.statistics().num_waiting < number:
-                        await asyncio.sleep(0)
-                monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
-                waiting[0].cancel()
-                raise CopiesLostError("an event cannot be waited for")
-        del pool_module._lost[kept:]
-        ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(end) for end in ends] == [asyncio.CancelledError, StagingError]
-        assert pool.statistics().leased_nbytes == pool.statistics().num_waiting == 0
-        pool.close()
-
-    run_virtual(scenario(), seed=0)
+    waiting: list[asyncio.Task[None]] = []
+    kept = len(pool_module._lost)
+    with pytest.raises(CopiesLostError):
+        async with pool.lease():
+            for number in (1, 2):
+                waiting.append(asyncio.create_task(wait()))
+                while pool.statistics().num_waiting < number:
+                    await asyncio.sleep(0)
+            monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
+            waiting[0].cancel()
+            raise CopiesLostError("an event cannot be waited for")
+    del pool_module._lost[kept:]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError, StagingError]
+    assert pool.statistics().leased_nbytes == pool.statistics().num_waiting == 0
+    pool.close()
 
 
-def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
+@in_virtual_time
+async def test_who_waits_for_a_slab_that_is_lost_gets_one_that_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is no memory for another one, but somebody else still has one: nobody need fail."""
+    pool = SlabPool(2 * PAGE, PAGE)
+    crowded = asyncio.Event()
 
-    async def scenario() -> None:
-        pool = SlabPool(2 * PAGE, PAGE)
-        crowded = asyncio.Event()
+    async def lose() -> None:
+        async with pool.lease():
+            await crowded.wait()
+            monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
+            raise CopiesLostError("an event cannot be waited for")
 
-        async def lose() -> None:
-            async with pool.lease():
-                await crowded.wait()
-                monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
-                raise CopiesLostError("an event cannot be waited for")
+    async def hold() -> str:
+        async with pool.lease():
+            await lost.wait()
+        return "held"
 
-        async def hold() -> str:
-            async with pool.lease():
-                await lost.wait()
-            return "held"
+    async def wait() -> str:
+        while pool.statistics().leased_nbytes < 2 * PAGE:
+            await asyncio.sleep(0)
+        async with pool.lease():
+            return "got one"
 
-        async def wait() -> str:
-            while pool.statistics().leased_nbytes < 2 * PAGE:
-                await asyncio.sleep(0)
-            async with pool.lease():
-                return "got one"
+    def refuse(_: int) -> Slab:
+        lost.set()
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        def refuse(_: int) -> Slab:
-            lost.set()
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-        lost = asyncio.Event()
-        kept = len(pool_module._lost)
-        with pool.watched(crowded.set):
-            ends = await asyncio.gather(lose(), hold(), wait(), return_exceptions=True)
-        del pool_module._lost[kept:]
-        assert isinstance(ends[0], CopiesLostError)
-        assert [*ends[1:]] == ["held", "got one"]
-        assert pool.statistics().taken_nbytes == PAGE
-        assert pool.statistics().leased_nbytes == 0
-        assert not pool._crowded._functions
-        pool.close()
-
-    run_virtual(scenario(), seed=0)
+    lost = asyncio.Event()
+    kept = len(pool_module._lost)
+    with pool.watched(crowded.set):
+        ends = await asyncio.gather(lose(), hold(), wait(), return_exceptions=True)
+    del pool_module._lost[kept:]
+    assert isinstance(ends[0], CopiesLostError)
+    assert [*ends[1:]] == ["held", "got one"]
+    assert pool.statistics().taken_nbytes == PAGE
+    assert pool.statistics().leased_nbytes == 0
+    assert not pool._crowded._functions
+    pool.close()
 
 
 async def test_who_is_cancelled_as_that_is_said_is_cancelled(
@@ -676,39 +672,36 @@ async def test_who_is_cancelled_as_that_is_said_is_cancelled(
     pool.close()
 
 
-def test_a_slab_that_is_lost_makes_room_for_another_one() -> None:
+@in_virtual_time
+async def test_a_slab_that_is_lost_makes_room_for_another_one() -> None:
     """What a device may write to counts for nothing: who waits gets a new one in its place."""
+    pool = SlabPool(PAGE, PAGE)
+    crowded = asyncio.Event()
+    slabs: list[Slab] = []
 
-    async def scenario() -> None:
-        pool = SlabPool(PAGE, PAGE)
-        crowded = asyncio.Event()
-        slabs: list[Slab] = []
+    async def lose() -> None:
+        async with pool.lease() as slab:
+            slabs.append(slab)
+            await crowded.wait()
+            raise ExceptionGroup("copies", [CopiesLostError("an event cannot be waited for")])
 
-        async def lose() -> None:
-            async with pool.lease() as slab:
-                slabs.append(slab)
-                await crowded.wait()
-                raise ExceptionGroup("copies", [CopiesLostError("an event cannot be waited for")])
+    async def wait() -> None:
+        while not slabs:
+            await asyncio.sleep(0)
+        async with pool.lease() as slab:
+            slabs.append(slab)
 
-        async def wait() -> None:
-            while not slabs:
-                await asyncio.sleep(0)
-            async with pool.lease() as slab:
-                slabs.append(slab)
-
-        kept = len(pool_module._lost)
-        with pool.watched(crowded.set):
-            await asyncio.gather(lose(), wait(), return_exceptions=True)
-        lost, new = slabs
-        assert pool_module._lost[kept:] == [lost]
-        del pool_module._lost[kept:]
-        assert new is not lost
-        statistics = pool.statistics()
-        assert statistics.taken_nbytes == PAGE
-        assert statistics.leased_nbytes == 0
-        assert statistics.num_allocations == 2
-        pool.close()
-        lost.view[0] = 1  # it is still mapped
-        lost.close()
-
-    run_virtual(scenario(), seed=0)
+    kept = len(pool_module._lost)
+    with pool.watched(crowded.set):
+        await asyncio.gather(lose(), wait(), return_exceptions=True)
+    lost, new = slabs
+    assert pool_module._lost[kept:] == [lost]
+    del pool_module._lost[kept:]
+    assert new is not lost
+    statistics = pool.statistics()
+    assert statistics.taken_nbytes == PAGE
+    assert statistics.leased_nbytes == 0
+    assert statistics.num_allocations == 2
+    pool.close()
+    lost.view[0] = 1  # it is still mapped
+    lost.close()

@@ -10,8 +10,8 @@ import torch
 import ckptio
 import ckptio.sync
 from ckptio.errors import ConfigError, MismatchError
-from ckptio.testing import run_virtual
 from tests.job_rig import job
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,34 +82,31 @@ def test_what_is_saved_stays_as_it_was_at_the_call(tmp_path: Path) -> None:
     assert draw(given) == wanted
 
 
-def test_each_rank_has_its_own() -> None:
+@in_virtual_time
+async def test_each_rank_has_its_own() -> None:
     """And one that was not there keeps what it has."""
+    saved = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    states = [ckptio.RandomStates(generator) for generator in saved]
+    async with job(2) as ranks:
+        handles = [
+            engine.save({"random": state}, "memory")
+            for engine, state in zip(ranks.engines, states, strict=True)
+        ]
+        for handle in handles:
+            await handle
+        place = ranks.place
+    wanted = [torch.rand(4, generator=generator) for generator in saved]
+    other = [torch.Generator().manual_seed(100 + rank) for rank in range(3)]
+    async with job(3, place) as ranks:
 
-    async def scenario() -> None:
-        saved = [torch.Generator().manual_seed(rank) for rank in range(2)]
-        states = [ckptio.RandomStates(generator) for generator in saved]
-        async with job(2) as ranks:
-            handles = [
-                engine.save({"random": state}, "memory")
-                for engine, state in zip(ranks.engines, states, strict=True)
-            ]
-            for handle in handles:
-                await handle
-            place = ranks.place
-        wanted = [torch.rand(4, generator=generator) for generator in saved]
-        other = [torch.Generator().manual_seed(100 + rank) for rank in range(3)]
-        async with job(3, place) as ranks:
+        async def body(rank: int, engine: Engine) -> None:
+            target = {"random": ckptio.RandomStates(other[rank])}
+            await engine.load("memory", into=target)
 
-            async def body(rank: int, engine: Engine) -> None:
-                target = {"random": ckptio.RandomStates(other[rank])}
-                await engine.load("memory", into=target)
-
-            await ranks.all(body)
-        wanted.append(torch.rand(4, generator=torch.Generator().manual_seed(102)))
-        for generator, numbers in zip(other, wanted, strict=True):
-            assert torch.equal(torch.rand(4, generator=generator), numbers)
-
-    run_virtual(scenario(), seed=0)
+        await ranks.all(body)
+    wanted.append(torch.rand(4, generator=torch.Generator().manual_seed(102)))
+    for generator, numbers in zip(other, wanted, strict=True):
+        assert torch.equal(torch.rand(4, generator=generator), numbers)
 
 
 def test_other_generators_than_were_saved_are_refused(tmp_path: Path) -> None:

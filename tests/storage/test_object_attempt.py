@@ -46,6 +46,7 @@ from tests.rig import (
     read_files,
     write_files,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -225,28 +226,25 @@ def test_what_is_there_is_whole_whatever_becomes_of_requests(
 
 @pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_commit_that_lands_after_its_writer_gave_up_finds_its_files(
+@in_virtual_time
+async def test_a_commit_that_lands_after_its_writer_gave_up_finds_its_files(
     traits: StoreTraits, *, overwrite: bool
 ) -> None:
     """Nobody knows, says the error; and whatever comes of it is whole."""
+    bucket = MemoryBucket()
+    if overwrite:
+        await save(bucket, B, 100)
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        if overwrite:
-            await save(bucket, B, 100)
+    def late(request: Operation) -> FaultKind | None:
+        is_commit = request.kind == "put" and request.path == MANIFEST
+        return "late" if is_commit else None
 
-        def late(request: Operation) -> FaultKind | None:
-            is_commit = request.kind == "put" and request.path == MANIFEST
-            return "late" if is_commit else None
-
-        end = await save(bucket, A, 5000, traits=traits, fault=late, overwrite=overwrite)
-        assert end == "in doubt"
-        assert winner(bucket) == (B if overwrite else None)
-        await asyncio.sleep(100)
-        assert winner(bucket) == A
-        assert await read_files(object_storage(MemoryStore(bucket))) == contents_of(A, 5000)
-
-    run_virtual(scenario(), seed=0)
+    end = await save(bucket, A, 5000, traits=traits, fault=late, overwrite=overwrite)
+    assert end == "in doubt"
+    assert winner(bucket) == (B if overwrite else None)
+    await asyncio.sleep(100)
+    assert winner(bucket) == A
+    assert await read_files(object_storage(MemoryStore(bucket))) == contents_of(A, 5000)
 
 
 def late_once(name: str = MANIFEST) -> StoreFault:
@@ -263,36 +261,28 @@ def late_once(name: str = MANIFEST) -> StoreFault:
 
 
 @pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
-def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTraits) -> None:
+@in_virtual_time
+async def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTraits) -> None:
     """A commit that was sent twice, replaced by another: the first one does no harm."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, B, 100)
-        assert (
-            await save(bucket, A, 5000, traits=traits, fault=late_once(), overwrite=True) == "won"
-        )
-        assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
-        await asyncio.sleep(100)
-        assert winner(bucket) == (C if traits is ATOMIC else A)
-        if traits is ATOMIC:
-            assert bucket.keys == keys_of(C, 10)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await save(bucket, B, 100)
+    assert await save(bucket, A, 5000, traits=traits, fault=late_once(), overwrite=True) == "won"
+    assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
+    await asyncio.sleep(100)
+    assert winner(bucket) == (C if traits is ATOMIC else A)
+    if traits is ATOMIC:
+        assert bucket.keys == keys_of(C, 10)
 
 
-def test_a_commit_that_may_come_twice_leaves_its_mark() -> None:
+@in_virtual_time
+async def test_a_commit_that_may_come_twice_leaves_its_mark() -> None:
     """For who removes the checkpoint: a manifest that comes back needs its files."""
-
-    async def scenario() -> None:
-        bucket, mark = MemoryBucket(), f"{PREFIX}.attempt-{A}"
-        assert await save(bucket, A, 5000, fault=late_once()) == "won"
-        assert bucket.keys == sorted([*keys_of(A, 5000), mark])
-        await asyncio.sleep(7300)
-        assert await save(bucket, B, 10, overwrite=True) == "won"
-        assert bucket.keys == keys_of(B, 10)
-
-    run_virtual(scenario(), seed=0)
+    bucket, mark = MemoryBucket(), f"{PREFIX}.attempt-{A}"
+    assert await save(bucket, A, 5000, fault=late_once()) == "won"
+    assert bucket.keys == sorted([*keys_of(A, 5000), mark])
+    await asyncio.sleep(7300)
+    assert await save(bucket, B, 10, overwrite=True) == "won"
+    assert bucket.keys == keys_of(B, 10)
 
 
 def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
@@ -325,69 +315,61 @@ def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
         run_virtual(scenario(removes=removes, cancels=cancels), seed=0)
 
 
-def test_who_lost_and_never_asked_for_the_name_is_in_no_doubt() -> None:
+@in_virtual_time
+async def test_who_lost_and_never_asked_for_the_name_is_in_no_doubt() -> None:
     """The other was there before the first request."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
-        await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
-        with pytest.raises(CommitConflictError) as caught:
-            await attempt.commit(manifest_of(A, {}))
-        assert not caught.value.in_doubt
-        await attempt.abort()
-        assert bucket.keys == keys_of(B, 10)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+    await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
+    with pytest.raises(CommitConflictError) as caught:
+        await attempt.commit(manifest_of(A, {}))
+    assert not caught.value.in_doubt
+    await attempt.abort()
+    assert bucket.keys == keys_of(B, 10)
 
 
 @pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
-def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> None:
+@in_virtual_time
+async def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> None:
     """The manifest cannot be read any more, and a request for it is still under way."""
+    bucket = MemoryBucket()
+    await save(bucket, B, 100)
+    is_sent = False
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, B, 100)
-        is_sent = False
-
-        def fault(request: Operation) -> FaultKind | None:
-            nonlocal is_sent
-            if request.path != MANIFEST:
-                return None
-            if request.kind == "put":
-                is_sent = True
-                return "late"
-            return "refused" if is_sent else None
-
-        end = await save(bucket, A, 5000, traits=traits, fault=fault, overwrite=True)
-        assert end == "in doubt"
-        await asyncio.sleep(100)
-        assert winner(bucket) == A
-
-    run_virtual(scenario(), seed=0)
-
-
-def test_a_commit_that_was_put_off_leaves_no_mark() -> None:
-    """A store that asks for fewer requests has not begun: nothing comes back."""
-
-    async def scenario() -> None:
-        bucket, left = MemoryBucket(), [1]
-
-        def throttle(request: Operation) -> FaultKind | None:
-            if request.kind == "put" and request.path == MANIFEST and left:
-                left.clear()
-                return "slow_down"
+    def fault(request: Operation) -> FaultKind | None:
+        nonlocal is_sent
+        if request.path != MANIFEST:
             return None
+        if request.kind == "put":
+            is_sent = True
+            return "late"
+        return "refused" if is_sent else None
 
-        assert await save(bucket, A, 5000, fault=throttle) == "won"
-        assert not left
-        assert bucket.keys == keys_of(A, 5000)
+    end = await save(bucket, A, 5000, traits=traits, fault=fault, overwrite=True)
+    assert end == "in doubt"
+    await asyncio.sleep(100)
+    assert winner(bucket) == A
 
-    run_virtual(scenario(), seed=0)
+
+@in_virtual_time
+async def test_a_commit_that_was_put_off_leaves_no_mark() -> None:
+    """A store that asks for fewer requests has not begun: nothing comes back."""
+    bucket, left = MemoryBucket(), [1]
+
+    def throttle(request: Operation) -> FaultKind | None:
+        if request.kind == "put" and request.path == MANIFEST and left:
+            left.clear()
+            return "slow_down"
+        return None
+
+    assert await save(bucket, A, 5000, fault=throttle) == "won"
+    assert not left
+    assert bucket.keys == keys_of(A, 5000)
 
 
 @pytest.mark.parametrize("answer", ["deny", "refuse"])
-def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: str) -> None:
+@in_virtual_time
+async def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: str) -> None:
     """The denial may be of a second request, which a proxy made of the first one."""
 
     class Proxy(MemoryStore):
@@ -400,88 +382,76 @@ def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: s
                 raise {"deny": ConditionFailedError, "refuse": RefusedError}[answer]("no")
             return etag
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = Proxy(bucket)
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        await fill_attempt(attempt, contents_of(A, 10))
-        store.fault = lambda op: "before" if store.is_sent and op.kind == "get" else None
-        with pytest.raises(StorageError, match="nobody knows") as caught:
-            await attempt.commit(manifest_of(A, contents_of(A, 10)))
-        assert caught.value.in_doubt
-        assert attempt.is_published
-        await attempt.abort()
-        assert winner(bucket) == A
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    store = Proxy(bucket)
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 10))
+    store.fault = lambda op: "before" if store.is_sent and op.kind == "get" else None
+    with pytest.raises(StorageError, match="nobody knows") as caught:
+        await attempt.commit(manifest_of(A, contents_of(A, 10)))
+    assert caught.value.in_doubt
+    assert attempt.is_published
+    await attempt.abort()
+    assert winner(bucket) == A
 
 
-def test_a_refused_second_try_does_not_end_the_wait_for_the_first() -> None:
+@in_virtual_time
+async def test_a_refused_second_try_does_not_end_the_wait_for_the_first() -> None:
     """Which comes a moment later, and is a commit."""
+    bucket = MemoryBucket()
+    num_sent = 0
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        num_sent = 0
+    def fault(request: Operation) -> FaultKind | None:
+        nonlocal num_sent
+        if request.kind != "put" or request.path != MANIFEST:
+            return None
+        num_sent += 1
+        return "late" if num_sent == 1 else "refused"
 
-        def fault(request: Operation) -> FaultKind | None:
-            nonlocal num_sent
-            if request.kind != "put" or request.path != MANIFEST:
-                return None
-            num_sent += 1
-            return "late" if num_sent == 1 else "refused"
-
-        store = MemoryStore(bucket, fault=fault, late_s=2.0)
-        await write_files(object_storage(store), A, contents_of(A, 10))
-        assert num_sent > 1
-        assert bucket.keys == keys_of(A, 10)
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore(bucket, fault=fault, late_s=2.0)
+    await write_files(object_storage(store), A, contents_of(A, 10))
+    assert num_sent > 1
+    assert bucket.keys == keys_of(A, 10)
 
 
-def test_beside_another_checkpoint_an_unconditional_request_is_in_doubt() -> None:
+@in_virtual_time
+async def test_beside_another_checkpoint_an_unconditional_request_is_in_doubt() -> None:
     """It will replace that one, whatever the store said of the second try."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = MemoryStore(bucket, traits=PLAIN, fault=late_once())
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        await fill_attempt(attempt, contents_of(A, 5000))
-        commit = asyncio.get_running_loop().create_task(
-            attempt.commit(manifest_of(A, contents_of(A, 5000)))
-        )
-        await asyncio.sleep(0.05)
-        other = object_storage(MemoryStore(bucket, traits=PLAIN))
-        await write_files(other, B, contents_of(B, 10))
-        with pytest.raises(StorageError, match="nobody knows"):
-            await commit
-        await attempt.abort()
-        assert winner(bucket) == B
-        await asyncio.sleep(100)
-        assert winner(bucket) == A
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    store = MemoryStore(bucket, traits=PLAIN, fault=late_once())
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 5000))
+    commit = asyncio.get_running_loop().create_task(
+        attempt.commit(manifest_of(A, contents_of(A, 5000)))
+    )
+    await asyncio.sleep(0.05)
+    other = object_storage(MemoryStore(bucket, traits=PLAIN))
+    await write_files(other, B, contents_of(B, 10))
+    with pytest.raises(StorageError, match="nobody knows"):
+        await commit
+    await attempt.abort()
+    assert winner(bucket) == B
+    await asyncio.sleep(100)
+    assert winner(bucket) == A
 
 
-def test_who_is_written_over_where_nobody_decides_has_lost() -> None:
+@in_virtual_time
+async def test_who_is_written_over_where_nobody_decides_has_lost() -> None:
     """Both had found the place free; whose manifest is there has won."""
+    bucket, theirs = MemoryBucket(), contents_of(B, 10)
+    for name, data in theirs.items():
+        bucket.put(PREFIX + name, data)
+    is_sent = False
 
-    async def scenario() -> None:
-        bucket, theirs = MemoryBucket(), contents_of(B, 10)
-        for name, data in theirs.items():
-            bucket.put(PREFIX + name, data)
-        is_sent = False
+    def fault(request: Operation) -> None:
+        nonlocal is_sent
+        if request.path == MANIFEST and request.kind == "get" and is_sent:
+            bucket.put(MANIFEST, manifest_of(B, theirs))
+        is_sent |= request.path == MANIFEST and request.kind == "put"
 
-        def fault(request: Operation) -> None:
-            nonlocal is_sent
-            if request.path == MANIFEST and request.kind == "get" and is_sent:
-                bucket.put(MANIFEST, manifest_of(B, theirs))
-            is_sent |= request.path == MANIFEST and request.kind == "put"
-
-        assert await save(bucket, A, 5000, traits=PLAIN, fault=fault) == "lost"
-        assert winner(bucket) == B
-        assert bucket.keys == keys_of(B, 10)
-
-    run_virtual(scenario(), seed=0)
+    assert await save(bucket, A, 5000, traits=PLAIN, fault=fault) == "lost"
+    assert winner(bucket) == B
+    assert bucket.keys == keys_of(B, 10)
 
 
 def test_a_save_that_was_swept_is_not_acknowledged() -> None:
@@ -513,98 +483,83 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         run_virtual(scenario(overwrite=overwrite, is_cut_off=is_cut_off), seed=0)
 
 
-def test_a_save_that_was_silent_and_swept_is_not_acknowledged() -> None:
+@in_virtual_time
+async def test_a_save_that_was_silent_and_swept_is_not_acknowledged() -> None:
     """Its mark went with its files: nothing tells how long it was silent, so it gives up."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
-        await fill_attempt(attempt, contents_of(A, 5000))
-        await asyncio.sleep(8000)
-        assert await save(bucket, B, 10, overwrite=True) == "won"
-        assert bucket.keys == keys_of(B, 10)
-        with pytest.raises(StorageError, match="others may have removed its files; save again"):
-            await attempt.commit(manifest_of(A, contents_of(A, 5000)))
-        await attempt.abort()
-        assert winner(bucket) == B
-        assert bucket.keys == keys_of(B, 10)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+    await fill_attempt(attempt, contents_of(A, 5000))
+    await asyncio.sleep(8000)
+    assert await save(bucket, B, 10, overwrite=True) == "won"
+    assert bucket.keys == keys_of(B, 10)
+    with pytest.raises(StorageError, match="others may have removed its files; save again"):
+        await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+    await attempt.abort()
+    assert winner(bucket) == B
+    assert bucket.keys == keys_of(B, 10)
 
 
-def test_a_copy_that_two_processes_commit_is_acknowledged_to_both() -> None:
+@in_virtual_time
+async def test_a_copy_that_two_processes_commit_is_acknowledged_to_both() -> None:
     """Who is first takes the mark along; the files are there, so nobody has swept."""
-
-    async def scenario() -> None:
-        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
-        attempts = [
-            await object_storage(MemoryStore(bucket)).begin(A, overwrite=True) for _ in range(2)
-        ]
-        for attempt in attempts:
-            await fill_attempt(attempt, contents)
-        for attempt in attempts:
-            await attempt.commit(manifest_of(A, contents))
-            assert winner(bucket) == A
-            assert bucket.keys == keys_of(A, 100, 5000)
-
-    run_virtual(scenario(), seed=0)
+    bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+    attempts = [
+        await object_storage(MemoryStore(bucket)).begin(A, overwrite=True) for _ in range(2)
+    ]
+    for attempt in attempts:
+        await fill_attempt(attempt, contents)
+    for attempt in attempts:
+        await attempt.commit(manifest_of(A, contents))
+        assert winner(bucket) == A
+        assert bucket.keys == keys_of(A, 100, 5000)
 
 
-def test_a_damaged_read_back_settles_nothing() -> None:
+@in_virtual_time
+async def test_a_damaged_read_back_settles_nothing() -> None:
     """What is read wrong once is read again before anything is removed."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        for save_id, times in ((A, 1), (C, 3)):
-            fault = hit(1, "corrupted", operation="get", times=times)
-            assert await save(bucket, save_id, 10, fault=fault, overwrite=True) == "won"
-            assert winner(bucket) == save_id
-        fault = hit(1, "corrupted", operation="get", times=100)
-        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "in doubt"
-        assert winner(bucket) == B
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    for save_id, times in ((A, 1), (C, 3)):
+        fault = hit(1, "corrupted", operation="get", times=times)
+        assert await save(bucket, save_id, 10, fault=fault, overwrite=True) == "won"
+        assert winner(bucket) == save_id
+    fault = hit(1, "corrupted", operation="get", times=100)
+    assert await save(bucket, B, 10, fault=fault, overwrite=True) == "in doubt"
+    assert winner(bucket) == B
 
 
-def test_a_commit_that_is_not_seen_at_once_is_sent_once() -> None:
+@in_virtual_time
+async def test_a_commit_that_is_not_seen_at_once_is_sent_once() -> None:
     """The store has said that it is written; and what it replaces goes all the same."""
+    bucket = MemoryBucket()
+    assert await save(bucket, A, 10) == "won"
+    sent: list[str] = []
+    missed: list[str] = []
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        assert await save(bucket, A, 10) == "won"
-        sent: list[str] = []
-        missed: list[str] = []
+    def fault(request: Operation) -> None:
+        if request.path != MANIFEST:
+            return
+        if request.kind == "put":
+            sent.append(request.path)
+        elif sent and not missed:
+            missed.append(request.path)
+            raise ObjectMissingError(MANIFEST)
 
-        def fault(request: Operation) -> None:
-            if request.path != MANIFEST:
-                return
-            if request.kind == "put":
-                sent.append(request.path)
-            elif sent and not missed:
-                missed.append(request.path)
-                raise ObjectMissingError(MANIFEST)
-
-        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
-        assert len(missed) == len(sent) == 1
-        assert bucket.keys == keys_of(B, 10)
-
-    run_virtual(scenario(), seed=0)
+    assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
+    assert len(missed) == len(sent) == 1
+    assert bucket.keys == keys_of(B, 10)
 
 
-def test_a_commit_that_is_refused_is_not_sent_again() -> None:
+@in_virtual_time
+async def test_a_commit_that_is_refused_is_not_sent_again() -> None:
     """The store has said no; the files go with the attempt."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        store.fault = lambda op: "refused" if (op.kind, op.path) == ("put", MANIFEST) else None
-        storage = object_storage(store)
-        with pytest.raises(StorageError, match="cannot commit: access denied") as caught:
-            await write_files(storage, A, contents_of(A, 10))
-        assert not caught.value.in_doubt
-        assert [op.path for op in store.operations if op.kind == "put"].count(MANIFEST) == 1
-        assert store.bucket.keys == []
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore()
+    store.fault = lambda op: "refused" if (op.kind, op.path) == ("put", MANIFEST) else None
+    storage = object_storage(store)
+    with pytest.raises(StorageError, match="cannot commit: access denied") as caught:
+        await write_files(storage, A, contents_of(A, 10))
+    assert not caught.value.in_doubt
+    assert [op.path for op in store.operations if op.kind == "put"].count(MANIFEST) == 1
+    assert store.bucket.keys == []
 
 
 class Forgets(MemoryStore):
@@ -617,75 +572,65 @@ class Forgets(MemoryStore):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_commit_that_was_said_to_be_done_and_is_not_seen_is_in_doubt(*, overwrite: bool) -> None:
+@in_virtual_time
+async def test_a_commit_that_was_said_to_be_done_and_is_not_seen_is_in_doubt(
+    *, overwrite: bool
+) -> None:
     """It may be there for others: its files stay, and those of what it replaces."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        if overwrite:
-            assert await save(bucket, B, 10) == "won"
-        attempt = await object_storage(Forgets(bucket)).begin(A, overwrite=overwrite)
-        await fill_attempt(attempt, contents_of(A, 10))
-        with pytest.raises(StorageError, match="nobody knows") as caught:
-            await attempt.commit(manifest_of(A, contents_of(A, 10)))
-        assert caught.value.in_doubt
-        await attempt.abort()
-        assert {PREFIX + name for name in contents_of(A, 10)} < {*bucket.keys}
-        assert winner(bucket) == (B if overwrite else None)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    if overwrite:
+        assert await save(bucket, B, 10) == "won"
+    attempt = await object_storage(Forgets(bucket)).begin(A, overwrite=overwrite)
+    await fill_attempt(attempt, contents_of(A, 10))
+    with pytest.raises(StorageError, match="nobody knows") as caught:
+        await attempt.commit(manifest_of(A, contents_of(A, 10)))
+    assert caught.value.in_doubt
+    await attempt.abort()
+    assert {PREFIX + name for name in contents_of(A, 10)} < {*bucket.keys}
+    assert winner(bucket) == (B if overwrite else None)
 
 
-def test_files_that_the_replaced_manifest_names_too_stay() -> None:
+@in_virtual_time
+async def test_files_that_the_replaced_manifest_names_too_stay() -> None:
     """Whoever wrote that one: what has another save's id is not its to lose."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        new = contents_of(B, 10)
-        bucket.put(MANIFEST, manifest_of(A, contents_of(A, 10) | new))
-        assert await save(bucket, B, 10, overwrite=True) == "won"
-        assert winner(bucket) == B
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    new = contents_of(B, 10)
+    bucket.put(MANIFEST, manifest_of(A, contents_of(A, 10) | new))
+    assert await save(bucket, B, 10, overwrite=True) == "won"
+    assert winner(bucket) == B
 
 
-def test_a_mark_that_could_not_be_written_is_written_the_next_time() -> None:
+@in_virtual_time
+async def test_a_mark_that_could_not_be_written_is_written_the_next_time() -> None:
     """Else a save would be silent for longer than it knows."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        await asyncio.sleep(400)
-        store.fault = lambda op: "refused" if op.kind == "put" else None
-        with pytest.raises(StorageError):
-            await attempt.stay()
-        store.fault = None
-        before = store.counts["put"]
-        for _ in range(2):
-            await attempt.stay()
-        assert store.counts["put"] == before + 1
-        await attempt.abort()
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore()
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    await asyncio.sleep(400)
+    store.fault = lambda op: "refused" if op.kind == "put" else None
+    with pytest.raises(StorageError):
+        await attempt.stay()
+    store.fault = None
+    before = store.counts["put"]
+    for _ in range(2):
+        await attempt.stay()
+    assert store.counts["put"] == before + 1
+    await attempt.abort()
 
 
-def test_files_of_more_parts_than_a_store_takes_are_refused_before_they_are_sent() -> None:
+@in_virtual_time
+async def test_files_of_more_parts_than_a_store_takes_are_refused_before_they_are_sent() -> None:
     """With the option that would help; a file of one request has no parts."""
-
-    async def scenario() -> None:
-        slab = SMALL.slab_nbytes
-        for traits, fits, too_large in (
-            (StoreTraits(min_part_nbytes=slab + 1), slab, slab + 1),
-            (StoreTraits(max_parts=2), 2 * slab, 2 * slab + 1),
-        ):
-            store = MemoryStore(traits=traits)
-            attempt = await object_storage(store).begin(A, overwrite=False)
-            await attempt.create("fits", fits)
-            with pytest.raises(ConfigError, match="raise slab_nbytes"):
-                await attempt.create("too large", too_large)
-            await attempt.abort()
-
-    run_virtual(scenario(), seed=0)
+    slab = SMALL.slab_nbytes
+    for traits, fits, too_large in (
+        (StoreTraits(min_part_nbytes=slab + 1), slab, slab + 1),
+        (StoreTraits(max_parts=2), 2 * slab, 2 * slab + 1),
+    ):
+        store = MemoryStore(traits=traits)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await attempt.create("fits", fits)
+        with pytest.raises(ConfigError, match="raise slab_nbytes"):
+            await attempt.create("too large", too_large)
+        await attempt.abort()
 
 
 def test_a_note_or_a_mark_that_is_on_its_way_is_waited_for() -> None:
@@ -714,7 +659,8 @@ def test_a_note_or_a_mark_that_is_on_its_way_is_waited_for() -> None:
         run_virtual(scenario(what), seed=0)
 
 
-def test_a_refused_commit_that_was_carried_out_is_a_commit() -> None:
+@in_virtual_time
+async def test_a_refused_commit_that_was_carried_out_is_a_commit() -> None:
     """Whatever the store said: what is there decides, and keeps its files."""
 
     class Liar(MemoryStore):
@@ -724,56 +670,47 @@ def test_a_refused_commit_that_was_carried_out_is_a_commit() -> None:
                 await self.request("put", "never", lambda: None)
             return etag
 
-    async def scenario() -> None:
-        def fault(request: Operation) -> FaultKind | None:
-            return "refused" if request.path == "never" else None
+    def fault(request: Operation) -> FaultKind | None:
+        return "refused" if request.path == "never" else None
 
-        bucket = MemoryBucket()
-        await write_files(object_storage(Liar(bucket, fault=fault)), A, contents_of(A, 10))
-        assert bucket.keys == keys_of(A, 10)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await write_files(object_storage(Liar(bucket, fault=fault)), A, contents_of(A, 10))
+    assert bucket.keys == keys_of(A, 10)
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_replaced_all_the_same() -> None:
+@in_virtual_time
+async def test_a_checkpoint_that_is_removed_meanwhile_is_replaced_all_the_same() -> None:
     """With `overwrite`, that what was there is gone is no conflict."""
+    bucket = MemoryBucket()
+    await save(bucket, A, 10)
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, A, 10)
+    def fault(request: Operation) -> None:
+        if request.kind == "put" and request.path == MANIFEST:
+            bucket.objects.pop(MANIFEST, None)
 
-        def fault(request: Operation) -> None:
-            if request.kind == "put" and request.path == MANIFEST:
-                bucket.objects.pop(MANIFEST, None)
-
-        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
-        assert winner(bucket) == B
-
-    run_virtual(scenario(), seed=0)
+    assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
+    assert winner(bucket) == B
 
 
-def test_cancelling_a_commit_in_doubt_does_not_hide_the_doubt() -> None:
+@in_virtual_time
+async def test_cancelling_a_commit_in_doubt_does_not_hide_the_doubt() -> None:
     """Neither a success nor an end that changed nothing: the error says that nobody knows."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = MemoryStore(bucket, max_delay_s=0.05)
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        await fill_attempt(attempt, contents_of(A, 10))
-        store.fault = lambda op: "stalled" if op.kind == "put" else None
-        task = asyncio.get_running_loop().create_task(
-            attempt.commit(manifest_of(A, contents_of(A, 10)))
-        )
-        await asyncio.sleep(30)
-        task.cancel()
-        with pytest.raises(StorageError, match="nobody knows"):
-            await task
-        assert attempt.is_published
-        before = bucket.keys
-        await attempt.abort()
-        assert bucket.keys == before
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    store = MemoryStore(bucket, max_delay_s=0.05)
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 10))
+    store.fault = lambda op: "stalled" if op.kind == "put" else None
+    task = asyncio.get_running_loop().create_task(
+        attempt.commit(manifest_of(A, contents_of(A, 10)))
+    )
+    await asyncio.sleep(30)
+    task.cancel()
+    with pytest.raises(StorageError, match="nobody knows"):
+        await task
+    assert attempt.is_published
+    before = bucket.keys
+    await attempt.abort()
+    assert bucket.keys == before
 
 
 def test_cancelling_a_commit_that_came_first_changes_nothing() -> None:
@@ -863,7 +800,8 @@ def test_another_rank_speaks_for_all() -> None:
         run_virtual(scenario(), seed=0)
 
 
-def test_a_save_that_waits_for_its_turn_stays_alive() -> None:
+@in_virtual_time
+async def test_a_save_that_waits_for_its_turn_stays_alive() -> None:
     """The files of a save that is behind one of hours are nobody's leftovers."""
     config = config_with(pool_nbytes=64 * 64 * KiB, request_timeout_s=1000.0, max_saves=2)
     slow, quick = random_state([64 * KiB * 60]), random_state([5000], 1)
@@ -878,51 +816,45 @@ def test_a_save_that_waits_for_its_turn_stays_alive() -> None:
                     await asyncio.sleep(200)
                 yield fault
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        storage = object_storage(
-            SlowParts(bucket, traits=StoreTraits(conditional="atomic", in_order=True)),
-            config=config,
-        )
-        log = EventLog()
-        async with inline_engine({"c": storage}, config) as engine:
-            first = engine.save(slow, "c", overwrite=True)
-            second = engine.save(quick, "c", overwrite=True)
-            while not first.done():
-                await asyncio.sleep(700)
-                if not first.done():
-                    attempt = await object_storage(MemoryStore(bucket), log=log).begin(
-                        B, overwrite=True
-                    )
-                    await attempt.abort()
-            await first
-            await second
-            assert_same(await engine.load("c"), quick)
-        assert asyncio.get_running_loop().time() > 7200
-        assert log.of(LeftoversRemoved) == []
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    storage = object_storage(
+        SlowParts(bucket, traits=StoreTraits(conditional="atomic", in_order=True)),
+        config=config,
+    )
+    log = EventLog()
+    async with inline_engine({"c": storage}, config) as engine:
+        first = engine.save(slow, "c", overwrite=True)
+        second = engine.save(quick, "c", overwrite=True)
+        while not first.done():
+            await asyncio.sleep(700)
+            if not first.done():
+                attempt = await object_storage(MemoryStore(bucket), log=log).begin(
+                    B, overwrite=True
+                )
+                await attempt.abort()
+        await first
+        await second
+        assert_same(await engine.load("c"), quick)
+    assert asyncio.get_running_loop().time() > 7200
+    assert log.of(LeftoversRemoved) == []
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{}", b"\0" * 100])
-def test_next_to_a_manifest_that_cannot_be_read_everything_stays(damaged: bytes) -> None:
+@in_virtual_time
+async def test_next_to_a_manifest_that_cannot_be_read_everything_stays(damaged: bytes) -> None:
     """It may be of a newer version: whatever it needs is not removed."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        bucket.put(MANIFEST, damaged)
-        leftover = f"{PREFIX}data-{A}-00000-00000.safetensors"
-        bucket.put(leftover, b"x")
-        await asyncio.sleep(7300)
-        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
-        await attempt.abort()
-        assert bucket.keys == sorted([MANIFEST, leftover])
-        bucket.objects.pop(MANIFEST)
-        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
-        assert leftover not in bucket.keys
-        await attempt.abort()
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    bucket.put(MANIFEST, damaged)
+    leftover = f"{PREFIX}data-{A}-00000-00000.safetensors"
+    bucket.put(leftover, b"x")
+    await asyncio.sleep(7300)
+    attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+    await attempt.abort()
+    assert bucket.keys == sorted([MANIFEST, leftover])
+    bucket.objects.pop(MANIFEST)
+    attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+    assert leftover not in bucket.keys
+    await attempt.abort()
 
 
 def test_a_save_that_cannot_sweep_goes_on() -> None:
@@ -964,174 +896,145 @@ def test_the_store_says_what_time_it_is() -> None:
     assert dead(Listing((old, info(mark, 5601.0)), (upload,))) == {A}
 
 
-def test_how_long_a_save_was_silent_does_not_depend_on_when_it_began() -> None:
+@in_virtual_time
+async def test_how_long_a_save_was_silent_does_not_depend_on_when_it_began() -> None:
     """Nor what it costs to say that it lives: one request, and none within a few minutes."""
-
-    async def scenario() -> None:
-        await asyncio.sleep(10_000)
-        store = MemoryStore()
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        for silent_s, num_requests in ((10, 0), (300, 1), (1700, 1)):
-            before = len(store.operations)
-            await asyncio.sleep(silent_s)
-            await attempt.stay()
-            assert len(store.operations) - before == num_requests
-        await asyncio.sleep(1900)
-        with pytest.raises(StorageError, match="silent for 1900 s"):
-            await attempt.stay()
-
-    run_virtual(scenario(), seed=0)
+    await asyncio.sleep(10_000)
+    store = MemoryStore()
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    for silent_s, num_requests in ((10, 0), (300, 1), (1700, 1)):
+        before = len(store.operations)
+        await asyncio.sleep(silent_s)
+        await attempt.stay()
+        assert len(store.operations) - before == num_requests
+    await asyncio.sleep(1900)
+    with pytest.raises(StorageError, match="silent for 1900 s"):
+        await attempt.stay()
 
 
-def test_who_spoke_for_a_save_half_an_hour_ago_counts() -> None:
+@in_virtual_time
+async def test_who_spoke_for_a_save_half_an_hour_ago_counts() -> None:
     """By the store's clock; nobody sweeps what was heard of within the hour."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        leader = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
-        member = await object_storage(MemoryStore(bucket)).join(A)
-        await asyncio.sleep(400)
-        await member.stay()
-        await asyncio.sleep(1700)
-        await leader.stay()
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    leader = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+    member = await object_storage(MemoryStore(bucket)).join(A)
+    await asyncio.sleep(400)
+    await member.stay()
+    await asyncio.sleep(1700)
+    await leader.stay()
 
 
 @pytest.mark.parametrize("kind", ["put", "delete"])
-def test_a_commit_that_is_cancelled_tidies_up_in_a_hurry(kind: str) -> None:
+@in_virtual_time
+async def test_a_commit_that_is_cancelled_tidies_up_in_a_hurry(kind: str) -> None:
     """Whoever cancels it waits ten seconds for a store that is away, not minutes."""
+    bucket = MemoryBucket()
+    await save(bucket, B, 10)
+    store = MemoryStore(bucket)
+    config = config_with(request_timeout_s=100.0)
+    attempt = await object_storage(store, config=config).begin(A, overwrite=True)
+    await fill_attempt(attempt, contents_of(A, 10))
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, B, 10)
-        store = MemoryStore(bucket)
-        config = config_with(request_timeout_s=100.0)
-        attempt = await object_storage(store, config=config).begin(A, overwrite=True)
-        await fill_attempt(attempt, contents_of(A, 10))
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
+    def fault(request: Operation) -> FaultKind | None:
+        if request.kind == kind:
+            loop.call_soon(task.cancel)
+        return "stalled" if request.kind == "delete" else None
 
-        def fault(request: Operation) -> FaultKind | None:
-            if request.kind == kind:
-                loop.call_soon(task.cancel)
-            return "stalled" if request.kind == "delete" else None
-
-        store.fault = fault
-        since_s = loop.time()
-        await task
-        assert loop.time() - since_s <= 11
-        assert winner(bucket) == A
-
-    run_virtual(scenario(), seed=0)
+    store.fault = fault
+    since_s = loop.time()
+    await task
+    assert loop.time() - since_s <= 11
+    assert winner(bucket) == A
 
 
-def test_who_is_cancelled_as_he_loses_has_changed_nothing() -> None:
+@in_virtual_time
+async def test_who_is_cancelled_as_he_loses_has_changed_nothing() -> None:
     """He ends as cancelled: there is no doubt to tell of."""
+    bucket = MemoryBucket()
+    store = MemoryStore(bucket)
+    attempt = await object_storage(store).begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 10))
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = MemoryStore(bucket)
-        attempt = await object_storage(store).begin(A, overwrite=False)
-        await fill_attempt(attempt, contents_of(A, 10))
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(attempt.commit(manifest_of(A, contents_of(A, 10))))
+    def fault(request: Operation) -> None:
+        if request.kind == "put" and request.path == MANIFEST:
+            bucket.put(MANIFEST, manifest_of(B, {}))
+            loop.call_soon(task.cancel)
 
-        def fault(request: Operation) -> None:
-            if request.kind == "put" and request.path == MANIFEST:
-                bucket.put(MANIFEST, manifest_of(B, {}))
-                loop.call_soon(task.cancel)
-
-        store.fault = fault
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await attempt.abort()
-        assert winner(bucket) == B
-        assert bucket.keys == [MANIFEST]
-
-    run_virtual(scenario(), seed=0)
+    store.fault = fault
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await attempt.abort()
+    assert winner(bucket) == B
+    assert bucket.keys == [MANIFEST]
 
 
-def test_files_of_a_replaced_save_that_may_come_back_stay() -> None:
+@in_virtual_time
+async def test_files_of_a_replaced_save_that_may_come_back_stay() -> None:
     """Its mark would say so, and cannot be looked at."""
-
-    async def scenario() -> None:
-        bucket, log = MemoryBucket(), EventLog()
-        await save(bucket, B, 10)
-        mark = f"{PREFIX}.attempt-{B}"
-        fault: StoreFault = lambda op: "refused" if op.path == mark else None  # noqa: E731  # short
-        assert (
-            await save(bucket, A, 10, traits=CREATES, overwrite=True, fault=fault, log=log) == "won"
-        )
-        assert bucket.keys == sorted({*keys_of(A, 10), *keys_of(B, 10)})
-        assert [event.file for event in log.of(CleanupFailed)] == [f".attempt-{B}"]
-
-    run_virtual(scenario(), seed=0)
+    bucket, log = MemoryBucket(), EventLog()
+    await save(bucket, B, 10)
+    mark = f"{PREFIX}.attempt-{B}"
+    fault: StoreFault = lambda op: "refused" if op.path == mark else None  # noqa: E731  # short
+    assert await save(bucket, A, 10, traits=CREATES, overwrite=True, fault=fault, log=log) == "won"
+    assert bucket.keys == sorted({*keys_of(A, 10), *keys_of(B, 10)})
+    assert [event.file for event in log.of(CleanupFailed)] == [f".attempt-{B}"]
 
 
-def test_a_refused_commit_over_a_damaged_manifest_is_in_no_doubt() -> None:
+@in_virtual_time
+async def test_a_refused_commit_over_a_damaged_manifest_is_in_no_doubt() -> None:
     """What cannot be read there was there before, and is none of this save's."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        bucket.put(MANIFEST, b"damaged")
-        fault: StoreFault = lambda op: (  # noqa: E731  # short
-            "refused" if op.kind == "put" and op.path == MANIFEST else None
-        )
-        assert await save(bucket, A, 10, overwrite=True, fault=fault) == "failed"
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    bucket.put(MANIFEST, b"damaged")
+    fault: StoreFault = lambda op: (  # noqa: E731  # short
+        "refused" if op.kind == "put" and op.path == MANIFEST else None
+    )
+    assert await save(bucket, A, 10, overwrite=True, fault=fault) == "failed"
 
 
 @pytest.mark.parametrize(("times", "num_reads"), [(0, 1), (1, 2)])
-def test_a_manifest_that_was_damaged_on_its_way_is_read_once_more(
+@in_virtual_time
+async def test_a_manifest_that_was_damaged_on_its_way_is_read_once_more(
     times: int, num_reads: int
 ) -> None:
     """And one that was not is read once."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, A, 10)
-        fault = hit(0, "corrupted", operation="get", times=times)
-        store = MemoryStore(bucket, fault=fault)
-        _, requests, prefix = await object_storage(store).reach()
-        present = await ObjectPlace("c", prefix, store, requests, EventLog()).present()
-        assert present is not None
-        assert present.save_id == A
-        assert store.counts["get"] == num_reads
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await save(bucket, A, 10)
+    fault = hit(0, "corrupted", operation="get", times=times)
+    store = MemoryStore(bucket, fault=fault)
+    _, requests, prefix = await object_storage(store).reach()
+    present = await ObjectPlace("c", prefix, store, requests, EventLog()).present()
+    assert present is not None
+    assert present.save_id == A
+    assert store.counts["get"] == num_reads
 
 
-def test_a_manifest_that_cannot_be_read_and_goes_is_none() -> None:
+@in_virtual_time
+async def test_a_manifest_that_cannot_be_read_and_goes_is_none() -> None:
     """It was removed before it was looked at once more."""
+    bucket = MemoryBucket()
+    bucket.put(MANIFEST, b"damaged")
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        bucket.put(MANIFEST, b"damaged")
+    def fault(request: Operation) -> None:
+        if request.kind == "head":
+            del bucket.objects[MANIFEST]
 
-        def fault(request: Operation) -> None:
-            if request.kind == "head":
-                del bucket.objects[MANIFEST]
-
-        store = MemoryStore(bucket, fault=fault)
-        _, requests, prefix = await object_storage(store).reach()
-        assert await ObjectPlace("c", prefix, store, requests, EventLog()).present() is None
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore(bucket, fault=fault)
+    _, requests, prefix = await object_storage(store).reach()
+    assert await ObjectPlace("c", prefix, store, requests, EventLog()).present() is None
 
 
-def test_what_stands_for_an_empty_directory_is_no_object() -> None:
+@in_virtual_time
+async def test_what_stands_for_an_empty_directory_is_no_object() -> None:
     """Some stores list a key that is the prefix itself, where all below it was removed."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = MemoryStore(bucket)
-        _, requests, prefix = await object_storage(store).reach()
-        place = ObjectPlace("c", prefix, store, requests, EventLog())
-        bucket.put(f"{prefix}/", b"")
-        assert (await place.list()).objects == ()
-        bucket.put(f"{prefix}/a", b"")
-        assert [info.key for info in (await place.list()).objects] == [f"{prefix}/a"]
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    store = MemoryStore(bucket)
+    _, requests, prefix = await object_storage(store).reach()
+    place = ObjectPlace("c", prefix, store, requests, EventLog())
+    bucket.put(f"{prefix}/", b"")
+    assert (await place.list()).objects == ()
+    bucket.put(f"{prefix}/a", b"")
+    assert [info.key for info in (await place.list()).objects] == [f"{prefix}/a"]

@@ -14,9 +14,10 @@ from ckptio import Engine
 from ckptio.errors import SaveAbortedError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.storage.store import ObjectMissingError
-from ckptio.testing import EventLog, MemoryBucket, MemoryStore, run_virtual
+from ckptio.testing import EventLog, MemoryBucket, MemoryStore
 from tests.rig import SAVE_IDS, SMALL, contents_of, fill_attempt, manifest_of, object_storage
 from tests.storage.test_object_attempt import MANIFEST, PREFIX, save, winner
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from ckptio.storage.store import ObjectInfo
@@ -92,82 +93,70 @@ class Behind(MemoryStore):
         return await super().get(key, limit)
 
 
-def test_a_sweep_leaves_what_a_manifest_needs_that_is_listed_and_not_found() -> None:
+@in_virtual_time
+async def test_a_sweep_leaves_what_a_manifest_needs_that_is_listed_and_not_found() -> None:
     """One wrong answer of a store costs no checkpoint."""
-
-    async def scenario() -> None:
-        bucket, log = MemoryBucket(), EventLog()
-        await save(bucket, A, 5000)
-        await asyncio.sleep(8000)
-        attempt = await object_storage(Behind(bucket), log=log).begin(B, overwrite=True)
-        await attempt.abort()
-        assert winner(bucket) == A
-        assert {event.file for event in log.of(CleanupFailed)} == {"manifest.json"}
-        assert log.of(LeftoversRemoved) == []
-
-    run_virtual(scenario(), seed=0)
+    bucket, log = MemoryBucket(), EventLog()
+    await save(bucket, A, 5000)
+    await asyncio.sleep(8000)
+    attempt = await object_storage(Behind(bucket), log=log).begin(B, overwrite=True)
+    await attempt.abort()
+    assert winner(bucket) == A
+    assert {event.file for event in log.of(CleanupFailed)} == {"manifest.json"}
+    assert log.of(LeftoversRemoved) == []
 
 
-def test_a_sweep_leaves_what_belongs_to_checkpoints_below() -> None:
+@in_virtual_time
+async def test_a_sweep_leaves_what_belongs_to_checkpoints_below() -> None:
     """Their saves have marks of their own, there."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        (name,) = contents_of(A, 10)
-        for key in (f"{PREFIX}below/{name}", f"{PREFIX}{name}"):
-            bucket.put(key, b"data")
-            bucket.begin(f"{key}-begun")
-        await asyncio.sleep(8000)
-        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
-        await attempt.abort()
-        assert bucket.keys == [f"{PREFIX}below/{name}"]
-        begun = [upload.key for upload in bucket.open_uploads.values()]
-        assert begun == [f"{PREFIX}below/{name}-begun"]
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    (name,) = contents_of(A, 10)
+    for key in (f"{PREFIX}below/{name}", f"{PREFIX}{name}"):
+        bucket.put(key, b"data")
+        bucket.begin(f"{key}-begun")
+    await asyncio.sleep(8000)
+    attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+    await attempt.abort()
+    assert bucket.keys == [f"{PREFIX}below/{name}"]
+    begun = [upload.key for upload in bucket.open_uploads.values()]
+    assert begun == [f"{PREFIX}below/{name}-begun"]
 
 
-def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
+@in_virtual_time
+async def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
     """Who goes on with a save marks it first; its files were quiet for hours."""
+    bucket = MemoryBucket()
+    dead = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+    await fill_attempt(dead, contents_of(A, 5000))
+    await asyncio.sleep(8000)
+    before = bucket.keys
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        dead = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
-        await fill_attempt(dead, contents_of(A, 5000))
-        await asyncio.sleep(8000)
-        before = bucket.keys
+    def fault(request: Operation) -> None:
+        if store.counts["list"] == 1 and request.kind == "get":
+            bucket.put(f"{PREFIX}.attempt-{A}", b"")
 
-        def fault(request: Operation) -> None:
-            if store.counts["list"] == 1 and request.kind == "get":
-                bucket.put(f"{PREFIX}.attempt-{A}", b"")
-
-        store = MemoryStore(bucket, fault=fault)
-        attempt = await object_storage(store).begin(B, overwrite=True)
-        await attempt.abort()
-        assert bucket.keys == before
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore(bucket, fault=fault)
+    attempt = await object_storage(store).begin(B, overwrite=True)
+    await attempt.abort()
+    assert bucket.keys == before
 
 
-def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark_and_its_tomb() -> None:
+@in_virtual_time
+async def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark_and_its_tomb() -> None:
     """Files of other saves that it names, and files of its save that it does not name.
 
     A removal that failed left its tomb, and it outlived the checkpoint and the next one.
     """
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        theirs, more = contents_of(B, 10), contents_of(A, 20)
-        for name, data in {**theirs, **more}.items():
-            bucket.put(PREFIX + name, data)
-        bucket.put(MANIFEST, manifest_of(A, theirs))
-        before = bucket.keys
-        bucket.put(f"{PREFIX}.attempt-{A}", b"")
-        bucket.put(f"{PREFIX}.attempt-{B}", b"")
-        bucket.put(f"{PREFIX}.manifest-{A}-old", manifest_of(A, theirs))
-        await asyncio.sleep(8000)
-        attempt = await object_storage(MemoryStore(bucket)).begin(C, overwrite=True)
-        await attempt.abort()
-        assert bucket.keys == before
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    theirs, more = contents_of(B, 10), contents_of(A, 20)
+    for name, data in {**theirs, **more}.items():
+        bucket.put(PREFIX + name, data)
+    bucket.put(MANIFEST, manifest_of(A, theirs))
+    before = bucket.keys
+    bucket.put(f"{PREFIX}.attempt-{A}", b"")
+    bucket.put(f"{PREFIX}.attempt-{B}", b"")
+    bucket.put(f"{PREFIX}.manifest-{A}-old", manifest_of(A, theirs))
+    await asyncio.sleep(8000)
+    attempt = await object_storage(MemoryStore(bucket)).begin(C, overwrite=True)
+    await attempt.abort()
+    assert bucket.keys == before

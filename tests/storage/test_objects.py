@@ -43,6 +43,7 @@ from tests.rig import (
     random_state,
     write_files,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -224,147 +225,134 @@ def watching(fault: StoreFault, seen: list[Operation]) -> StoreFault:
 
 @pytest.mark.parametrize("times", [1, 50])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_survives_a_fault_of_any_request(kind: FaultKind, times: int) -> None:
+@in_virtual_time
+async def test_a_load_survives_a_fault_of_any_request(kind: FaultKind, times: int) -> None:
     """It gives what was saved, or a typed error; a bit that changes on its way is found.
 
     What is read wrong once is read again, and is no damage.
     """
+    bucket = MemoryBucket()
+    await save(bucket, NEW)
+    for number in range(100):
+        seen: list[Operation] = []
+        watched = watching(hit(number, kind, times=times), seen)
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, NEW)
-        for number in range(100):
-            seen: list[Operation] = []
-            watched = watching(hit(number, kind, times=times), seen)
-
-            try:
-                assert_same(await load(bucket, watched, seed=number), NEW)
-            except (CorruptionError, FormatError):
-                assert kind == "corrupted"
-                assert times > 1
-            except CheckpointError as error:
-                assert kind == "refused" or times > 1, error
-                assert kind != "refused" or "access denied" in str(error)
-            else:
-                is_read = number < len(seen) and seen[number].kind in ("get", "get_into")
-                assert kind != "refused" or not is_read
-                assert kind != "corrupted" or not is_read or times == 1
-            if number >= len(seen):
-                break
-        assert number > 5
-
-    run_virtual(scenario(), seed=0)
+        try:
+            assert_same(await load(bucket, watched, seed=number), NEW)
+        except (CorruptionError, FormatError):
+            assert kind == "corrupted"
+            assert times > 1
+        except CheckpointError as error:
+            assert kind == "refused" or times > 1, error
+            assert kind != "refused" or "access denied" in str(error)
+        else:
+            is_read = number < len(seen) and seen[number].kind in ("get", "get_into")
+            assert kind != "refused" or not is_read
+            assert kind != "corrupted" or not is_read or times == 1
+        if number >= len(seen):
+            break
+    assert number > 5
 
 
 @pytest.mark.parametrize("nbytes", [None, 5])
-def test_a_file_that_is_not_what_was_written_is_not_closed(nbytes: int | None) -> None:
+@in_virtual_time
+async def test_a_file_that_is_not_what_was_written_is_not_closed(nbytes: int | None) -> None:
     """Whatever the store said of it: it is gone, or has another size."""
+    store = MemoryStore()
 
-    async def scenario() -> None:
-        store = MemoryStore()
+    def lose(request: Operation) -> None:
+        if request.kind == "head":
+            store.bucket.objects.pop(request.path)
+            if nbytes is not None:
+                store.bucket.put(request.path, bytes(nbytes))
 
-        def lose(request: Operation) -> None:
-            if request.kind == "head":
-                store.bucket.objects.pop(request.path)
-                if nbytes is not None:
-                    store.bucket.put(request.path, bytes(nbytes))
-
-        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
-        store.fault = lose
-        for size in (10, 3 * SMALL.slab_nbytes):
-            with pytest.raises(StorageError, match="written"):
-                await fill_attempt(attempt, contents_of(SAVE_IDS[0], size))
-        store.fault = None
-        await attempt.abort()
-
-    run_virtual(scenario(), seed=0)
+    attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+    store.fault = lose
+    for size in (10, 3 * SMALL.slab_nbytes):
+        with pytest.raises(StorageError, match="written"):
+            await fill_attempt(attempt, contents_of(SAVE_IDS[0], size))
+    store.fault = None
+    await attempt.abort()
 
 
 @pytest.mark.parametrize(
     ("kind", "num", "least_s"), [("after", 1, 0.0), ("before", 2, 0.2), ("refused", 1, 0.0)]
 )
-def test_an_upload_is_ended_again_only_if_that_may_help(
+@in_virtual_time
+async def test_an_upload_is_ended_again_only_if_that_may_help(
     kind: FaultKind, num: int, least_s: float
 ) -> None:
     """Not if it is there, nor if the store has said no; and not at once."""
-
-    async def scenario() -> None:
-        store = MemoryStore(fault=hit(0, kind, operation="complete"))
-        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
-        began_s = asyncio.get_running_loop().time()
-        contents = contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes)
-        if kind == "refused":
-            with pytest.raises(StorageError, match=r"cannot complete .*access denied"):
-                await fill_attempt(attempt, contents)
-        else:
+    store = MemoryStore(fault=hit(0, kind, operation="complete"))
+    attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+    began_s = asyncio.get_running_loop().time()
+    contents = contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes)
+    if kind == "refused":
+        with pytest.raises(StorageError, match=r"cannot complete .*access denied"):
             await fill_attempt(attempt, contents)
-        assert store.counts["complete"] == num
-        assert asyncio.get_running_loop().time() - began_s >= least_s
-        await attempt.abort()
-        assert not store.bucket.keys
-        assert not store.bucket.open_uploads
+    else:
+        await fill_attempt(attempt, contents)
+    assert store.counts["complete"] == num
+    assert asyncio.get_running_loop().time() - began_s >= least_s
+    await attempt.abort()
+    assert not store.bucket.keys
+    assert not store.bucket.open_uploads
 
-    run_virtual(scenario(), seed=0)
 
-
-def test_why_an_upload_cannot_be_ended_is_told_though_nothing_can_be_looked_at() -> None:
+@in_virtual_time
+async def test_why_an_upload_cannot_be_ended_is_told_though_nothing_can_be_looked_at() -> None:
     """What came first says more."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
-        store.fault = lambda op: "refused" if op.kind in ("complete", "head") else None
-        with pytest.raises(StorageError, match="cannot complete"):
-            await fill_attempt(attempt, contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes))
-        store.fault = None
-        await attempt.abort()
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore()
+    attempt = await object_storage(store).begin(SAVE_IDS[0], overwrite=False)
+    store.fault = lambda op: "refused" if op.kind in ("complete", "head") else None
+    with pytest.raises(StorageError, match="cannot complete"):
+        await fill_attempt(attempt, contents_of(SAVE_IDS[0], 3 * SMALL.slab_nbytes))
+    store.fault = None
+    await attempt.abort()
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_why_a_file_cannot_be_read_is_told_though_it_cannot_be_looked_at(*, is_gone: bool) -> None:
+@in_virtual_time
+async def test_why_a_file_cannot_be_read_is_told_though_it_cannot_be_looked_at(
+    *, is_gone: bool
+) -> None:
     """Or is gone since."""
+    store = MemoryStore()
+    storage = object_storage(store)
+    contents = contents_of(SAVE_IDS[0], 10)
+    await write_files(storage, SAVE_IDS[0], contents)
+    (name,) = contents
 
-    async def scenario() -> None:
-        store = MemoryStore()
-        storage = object_storage(store)
-        contents = contents_of(SAVE_IDS[0], 10)
-        await write_files(storage, SAVE_IDS[0], contents)
-        (name,) = contents
+    def refuse(request: Operation) -> FaultKind | None:
+        if request.kind == "head" and is_gone:
+            return None
+        if is_gone:
+            store.bucket.objects.pop(request.path)
+        return "refused"
 
-        def refuse(request: Operation) -> FaultKind | None:
-            if request.kind == "head" and is_gone:
-                return None
-            if is_gone:
-                store.bucket.objects.pop(request.path)
-            return "refused"
-
-        source = await storage.open(name, 10)
-        assert isinstance(source, AwaitedSource)
-        store.fault = refuse
-        with pytest.raises(StorageError, match="cannot read"):
-            await source.read_into(0, memoryview(bytearray(10)))
-
-    run_virtual(scenario(), seed=0)
+    source = await storage.open(name, 10)
+    assert isinstance(source, AwaitedSource)
+    store.fault = refuse
+    with pytest.raises(StorageError, match="cannot read"):
+        await source.read_into(0, memoryview(bytearray(10)))
 
 
-def test_a_request_reads_over_a_little_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_request_reads_over_a_little_that_nobody_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where that costs less than another one; it lands nowhere."""
     monkeypatch.setattr(MemoryBackend, "gap_nbytes", lambda _: 8 * KiB)
     state = random_state([8 * KiB] * 3)
     ends = ["tensor0", "tensor2"]
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, state, config=SMALL)
-        store = MemoryStore(bucket)
-        async with inline_engine({"c": object_storage(store)}) as engine:
-            assert_same(await engine.load("c", select=ends), {name: state[name] for name in ends})
-        sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
-        assert sizes == [24 * KiB]
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await save(bucket, state, config=SMALL)
+    store = MemoryStore(bucket)
+    async with inline_engine({"c": object_storage(store)}) as engine:
+        assert_same(await engine.load("c", select=ends), {name: state[name] for name in ends})
+    sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
+    assert sizes == [24 * KiB]
 
 
 class DamagesSome(MemoryStore):
@@ -376,21 +364,19 @@ class DamagesSome(MemoryStore):
             room[at] ^= 1
 
 
-def test_damaged_blocks_of_a_range_are_read_again_each_for_itself() -> None:
+@in_virtual_time
+async def test_damaged_blocks_of_a_range_are_read_again_each_for_itself() -> None:
     """All of them, and where they belong."""
     block = SMALL.block_nbytes
     state = random_state([SMALL.slab_nbytes])
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, state, config=SMALL)
-        store = DamagesSome(bucket)
-        async with inline_engine({"c": object_storage(store)}) as engine:
-            assert_same(await engine.load("c"), state)
-        sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
-        assert sizes.count(block) >= SMALL.slab_nbytes // block - 1 > 1
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await save(bucket, state, config=SMALL)
+    store = DamagesSome(bucket)
+    async with inline_engine({"c": object_storage(store)}) as engine:
+        assert_same(await engine.load("c"), state)
+    sizes = [request.nbytes for request in store.operations if request.kind == "get_into"]
+    assert sizes.count(block) >= SMALL.slab_nbytes // block - 1 > 1
 
 
 def test_what_ends_before_it_should_is_damage() -> None:
@@ -564,188 +550,158 @@ def test_a_pool_of_one_slab_is_enough(
     run_virtual(scenario(), seed=seed)
 
 
-def test_a_store_that_is_away_ends_a_save_with_an_error() -> None:
+@in_virtual_time
+async def test_a_store_that_is_away_ends_a_save_with_an_error() -> None:
     """After the tries that the options allow, and it says what it wanted of which object."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        for operation in ("put", "upload", "write", "complete", "head", "get"):
-            fault = hit(0, "before", operation=operation, times=1_000_000)
-            error = await failure_of(save(bucket, NEW, fault=fault))
-            assert PREFIX in str(error), operation
-            assert committed(bucket) is None
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    for operation in ("put", "upload", "write", "complete", "head", "get"):
+        fault = hit(0, "before", operation=operation, times=1_000_000)
+        error = await failure_of(save(bucket, NEW, fault=fault))
+        assert PREFIX in str(error), operation
+        assert committed(bucket) is None
 
 
-def test_sizes_that_cannot_be_told_are_a_typed_error() -> None:
+@in_virtual_time
+async def test_sizes_that_cannot_be_told_are_a_typed_error() -> None:
     """Looking at many files at once raises one error, not a group."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        await save(bucket, NEW)
-        fault = hit(0, "refused", operation="head", times=100)
-        storage = object_storage(MemoryStore(bucket, fault=fault))
-        with pytest.raises(CheckpointError, match="access denied"):
-            await storage.sizes(["a", "b"])
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    await save(bucket, NEW)
+    fault = hit(0, "refused", operation="head", times=100)
+    storage = object_storage(MemoryStore(bucket, fault=fault))
+    with pytest.raises(CheckpointError, match="access denied"):
+        await storage.sizes(["a", "b"])
 
 
-def test_one_tensor_costs_one_range() -> None:
+@in_virtual_time
+async def test_one_tensor_costs_one_range() -> None:
     """A tensor out of a large object is read by one request of its own blocks."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        state = random_state([16 * KiB] * 16)
-        await save(bucket, state)
-        store = MemoryStore(bucket)
-        storage = object_storage(store, config=CONFIG)
-        async with inline_engine({"c": storage}, CONFIG) as engine:
-            part = await engine.load_slice("c", "tensor3", slice(0, 16 * KiB))
-        assert part.equal(state["tensor3"])
-        ranges = [op.nbytes for op in store.operations if op.kind == "get_into"]
-        assert len(ranges) == 1
-        assert ranges[0] <= 2 * CONFIG.block_nbytes
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    state = random_state([16 * KiB] * 16)
+    await save(bucket, state)
+    store = MemoryStore(bucket)
+    storage = object_storage(store, config=CONFIG)
+    async with inline_engine({"c": storage}, CONFIG) as engine:
+        part = await engine.load_slice("c", "tensor3", slice(0, 16 * KiB))
+    assert part.equal(state["tensor3"])
+    ranges = [op.nbytes for op in store.operations if op.kind == "get_into"]
+    assert len(ranges) == 1
+    assert ranges[0] <= 2 * CONFIG.block_nbytes
 
 
-def test_what_lies_below_is_looked_for_by_number_and_not_among_objects() -> None:
+@in_virtual_time
+async def test_what_lies_below_is_looked_for_by_number_and_not_among_objects() -> None:
     """Step 10 comes behind step 9, however many files lie beside them."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        for step in (9, 10):
-            bucket.put(f"{PREFIX}step-{step}/manifest.json", b"{}")
-        for number in range(5):
-            bucket.put(f"{PREFIX}z-{number}", b"")
-        store = MemoryStore(bucket)
-        assert await object_storage(store).find_below() == "step-10"
-        assert store.counts == {"list": 1, "head": 2}
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    for step in (9, 10):
+        bucket.put(f"{PREFIX}step-{step}/manifest.json", b"{}")
+    for number in range(5):
+        bucket.put(f"{PREFIX}z-{number}", b"")
+    store = MemoryStore(bucket)
+    assert await object_storage(store).find_below() == "step-10"
+    assert store.counts == {"list": 1, "head": 2}
 
 
-def test_all_that_one_load_asks_for_has_one_deadline() -> None:
+@in_virtual_time
+async def test_all_that_one_load_asks_for_has_one_deadline() -> None:
     """An outage that has lasted for as long as it may is not waited for by each call anew."""
-
-    async def scenario() -> None:
-        config = config_with(retry_timeout_s=30.0, max_retries=1000)
-        store = MemoryStore(fault=hit(0, "before", times=1_000_000))
-        storage = object_storage(store, config=config)
-        for _ in range(2):
-            with pytest.raises(StorageError, match="the connection broke"):
-                await storage.version()
-            assert 10 < asyncio.get_running_loop().time() <= 30
-
-    run_virtual(scenario(), seed=0)
+    config = config_with(retry_timeout_s=30.0, max_retries=1000)
+    store = MemoryStore(fault=hit(0, "before", times=1_000_000))
+    storage = object_storage(store, config=config)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="the connection broke"):
+            await storage.version()
+        assert 10 < asyncio.get_running_loop().time() <= 30
 
 
-def test_a_manifest_that_is_no_manifest_is_told_with_its_url() -> None:
+@in_virtual_time
+async def test_a_manifest_that_is_no_manifest_is_told_with_its_url() -> None:
     """A pointer that leads nowhere, say: which checkpoint it is of."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        bucket.put(f"{PREFIX}manifest.json", encode_pointer(LIVING, b"a large manifest"))
-        with pytest.raises(FormatError, match="'memory://run/step-1': the manifest points to"):
-            await object_storage(MemoryStore(bucket)).read_manifest()
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    bucket.put(f"{PREFIX}manifest.json", encode_pointer(LIVING, b"a large manifest"))
+    with pytest.raises(FormatError, match="'memory://run/step-1': the manifest points to"):
+        await object_storage(MemoryStore(bucket)).read_manifest()
 
 
 @pytest.mark.parametrize("num_slabs", [0, 1, 2])
-def test_a_file_costs_as_few_requests_as_it_can(num_slabs: int) -> None:
+@in_virtual_time
+async def test_a_file_costs_as_few_requests_as_it_can(num_slabs: int) -> None:
     """One of a slab is one request; an empty one is written, too; nothing lists uploads."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        store = MemoryStore(bucket)
-        attempt = await object_storage(store).begin(LIVING, overwrite=False)
-        before = store.counts.copy()
-        slab = bytes(SMALL.slab_nbytes)
-        sink = await attempt.create("data", num_slabs * len(slab))
-        for number in range(num_slabs):
-            assert isinstance(sink, AwaitedSink)
-            await sink.write(number * len(slab), memoryview(slab))
-        await sink.close()
-        in_parts = {"upload": 1, "write": 2, "complete": 1, "head": 1}
-        assert store.counts - before == (in_parts if num_slabs == 2 else {"put": 1, "head": 1})
-        assert bucket.objects[f"{PREFIX}data"].data == slab * num_slabs
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    store = MemoryStore(bucket)
+    attempt = await object_storage(store).begin(LIVING, overwrite=False)
+    before = store.counts.copy()
+    slab = bytes(SMALL.slab_nbytes)
+    sink = await attempt.create("data", num_slabs * len(slab))
+    for number in range(num_slabs):
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(number * len(slab), memoryview(slab))
+    await sink.close()
+    in_parts = {"upload": 1, "write": 2, "complete": 1, "head": 1}
+    assert store.counts - before == (in_parts if num_slabs == 2 else {"put": 1, "head": 1})
+    assert bucket.objects[f"{PREFIX}data"].data == slab * num_slabs
 
 
 @pytest.mark.parametrize("num_slabs", [1, 2])
-def test_data_that_takes_too_long_makes_fewer_requests_run(num_slabs: int) -> None:
+@in_virtual_time
+async def test_data_that_takes_too_long_makes_fewer_requests_run(num_slabs: int) -> None:
     """The way may be narrow; so it is with a file in one request, and with one in parts."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        storage = object_storage(store, config=config_with(request_timeout_s=60.0))
-        attempt = await storage.begin(LIVING, overwrite=False)
-        slab = bytes(SMALL.slab_nbytes)
-        sink = await attempt.create("data", num_slabs * len(slab))
-        assert isinstance(sink, AwaitedSink)
-        store.fault = hit(0, "stalled", operation="put" if num_slabs == 1 else "write")
-        _, limit = await storage._open_store.get()
-        before = limit.allowed
-        await sink.write(0, memoryview(slab))
-        assert limit.allowed < before * 3 // 4
-
-    run_virtual(scenario(), seed=0)
+    store = MemoryStore()
+    storage = object_storage(store, config=config_with(request_timeout_s=60.0))
+    attempt = await storage.begin(LIVING, overwrite=False)
+    slab = bytes(SMALL.slab_nbytes)
+    sink = await attempt.create("data", num_slabs * len(slab))
+    assert isinstance(sink, AwaitedSink)
+    store.fault = hit(0, "stalled", operation="put" if num_slabs == 1 else "write")
+    _, limit = await storage._open_store.get()
+    before = limit.allowed
+    await sink.write(0, memoryview(slab))
+    assert limit.allowed < before * 3 // 4
 
 
 @pytest.mark.parametrize("data", [b"another one", b"short"])
-def test_an_object_that_is_another_by_now_has_changed(data: bytes) -> None:
+@in_virtual_time
+async def test_an_object_that_is_another_by_now_has_changed(data: bytes) -> None:
     """Whether or not it is long enough, where it was to have the etag that it had."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        bucket.put(f"{PREFIX}a", b"as it was then")
-        store = MemoryStore(bucket)
-        info = await store.head(f"{PREFIX}a")
-        bucket.put(f"{PREFIX}a", data)
-        requests = (await object_storage(store).reach())[1]
-        room = memoryview(bytearray(len(b"another one")))
-        source = ObjectSource("c", store, requests, f"{PREFIX}a", "a", len(room), info.etag)
-        with pytest.raises(CheckpointChangedError):
-            await source.read_into(0, room)
-        assert store.counts["head"] == 1  # nothing is asked again
-        store.fault = hit(0, "refused", operation="get_into")
-        with pytest.raises(CheckpointChangedError):
-            await source.read_into(0, room)
-
-    run_virtual(scenario(), seed=0)
+    bucket = MemoryBucket()
+    bucket.put(f"{PREFIX}a", b"as it was then")
+    store = MemoryStore(bucket)
+    info = await store.head(f"{PREFIX}a")
+    bucket.put(f"{PREFIX}a", data)
+    requests = (await object_storage(store).reach())[1]
+    room = memoryview(bytearray(len(b"another one")))
+    source = ObjectSource("c", store, requests, f"{PREFIX}a", "a", len(room), info.etag)
+    with pytest.raises(CheckpointChangedError):
+        await source.read_into(0, room)
+    assert store.counts["head"] == 1  # nothing is asked again
+    store.fault = hit(0, "refused", operation="get_into")
+    with pytest.raises(CheckpointChangedError):
+        await source.read_into(0, room)
 
 
 @pytest.mark.parametrize("kind", ["put", "upload", "complete"])
-def test_a_request_that_makes_something_is_waited_for(kind: str) -> None:
+@in_virtual_time
+async def test_a_request_that_makes_something_is_waited_for(kind: str) -> None:
     """Who cancels it cleans up behind it: nothing may come later."""
+    store = MemoryStore()
+    attempt = await object_storage(store).begin(LIVING, overwrite=False)
+    slab = bytes(SMALL.slab_nbytes)
+    sink = await attempt.create("data", len(slab) * (1 if kind == "put" else 2))
+    assert isinstance(sink, AwaitedSink)
+    loop = asyncio.get_running_loop()
 
-    async def scenario() -> None:
-        store = MemoryStore()
-        attempt = await object_storage(store).begin(LIVING, overwrite=False)
-        slab = bytes(SMALL.slab_nbytes)
-        sink = await attempt.create("data", len(slab) * (1 if kind == "put" else 2))
-        assert isinstance(sink, AwaitedSink)
-        loop = asyncio.get_running_loop()
+    def fault(request: Operation) -> None:
+        if request.kind == kind:
+            loop.call_soon(task.cancel)
 
-        def fault(request: Operation) -> None:
-            if request.kind == kind:
-                loop.call_soon(task.cancel)
+    async def fill() -> None:
+        for start in range(0, sink._nbytes, len(slab)):
+            await sink.write(start, memoryview(slab))
+        await sink.close()
 
-        async def fill() -> None:
-            for start in range(0, sink._nbytes, len(slab)):
-                await sink.write(start, memoryview(slab))
-            await sink.close()
-
-        task = loop.create_task(fill())
-        store.fault, store._max_delay_s = fault, 1.0
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        made = [upload.key for upload in store.bucket.open_uploads.values()]
-        assert made == ([f"{PREFIX}data"] if kind == "upload" else [])
-        assert (f"{PREFIX}data" in store.bucket.keys) == (kind != "upload")
-
-    run_virtual(scenario(), seed=0)
+    task = loop.create_task(fill())
+    store.fault, store._max_delay_s = fault, 1.0
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    made = [upload.key for upload in store.bucket.open_uploads.values()]
+    assert made == ([f"{PREFIX}data"] if kind == "upload" else [])
+    assert (f"{PREFIX}data" in store.bucket.keys) == (kind != "upload")

@@ -21,6 +21,7 @@ from ckptio.storage.store import (
 )
 from ckptio.testing import EventLog, run_virtual
 from tests.rig import config_with
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -165,102 +166,82 @@ def test_waits_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("error", [ObjectMissingError("x"), ConditionFailedError("x")])
-def test_an_answer_is_no_failure(error: StoreError) -> None:
+@in_virtual_time
+async def test_an_answer_is_no_failure(error: StoreError) -> None:
     """What is missing, or a condition that does not hold, is for the caller, at once."""
-
-    async def scenario() -> None:
-        log = EventLog()
-        with pytest.raises(type(error)):
-            await requests(log).run("read", "a", failing(error), has_condition=True)
-        with pytest.raises(StorageError, match="cannot read 'a'"):
-            await requests(log).must("read", "a", failing(error))
-        assert log.events == []
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    with pytest.raises(type(error)):
+        await requests(log).run("read", "a", failing(error), has_condition=True)
+    with pytest.raises(StorageError, match="cannot read 'a'"):
+        await requests(log).must("read", "a", failing(error))
+    assert log.events == []
 
 
-def test_a_condition_that_nobody_set_is_a_failure() -> None:
+@in_virtual_time
+async def test_a_condition_that_nobody_set_is_a_failure() -> None:
     """A gateway may answer whatever it likes; it is told in an error that callers expect."""
-
-    async def scenario() -> None:
-        log = EventLog()
-        with pytest.raises(StorageError, match=r"cannot read 'a': PreconditionFailed \(412\)"):
-            error = ConditionFailedError("PreconditionFailed (412)")
-            await requests(log).run("read", "a", failing(error))
-        assert log.events == []
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    with pytest.raises(StorageError, match=r"cannot read 'a': PreconditionFailed \(412\)"):
+        error = ConditionFailedError("PreconditionFailed (412)")
+        await requests(log).run("read", "a", failing(error))
+    assert log.events == []
 
 
-def test_what_is_refused_is_not_tried_again() -> None:
+@in_virtual_time
+async def test_what_is_refused_is_not_tried_again() -> None:
     """No permission now is no permission later."""
-
-    async def scenario() -> None:
-        log = EventLog()
-        with pytest.raises(StorageError, match="cannot read 'a': access denied"):
-            await requests(log).run("read", "a", failing(RefusedError("access denied")))
-        assert log.events == []
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    with pytest.raises(StorageError, match="cannot read 'a': access denied"):
+        await requests(log).run("read", "a", failing(RefusedError("access denied")))
+    assert log.events == []
 
 
-def test_nothing_is_tried_again_after_the_deadline() -> None:
+@in_virtual_time
+async def test_nothing_is_tried_again_after_the_deadline() -> None:
     """A store that is away for long ends a save, however many tries are left."""
-
-    async def scenario() -> None:
-        run = requests(max_retries=1000, retry_timeout_s=100.0)
-        with pytest.raises(StorageError, match="tries"):
-            await run.run("write", "a", failing(*[TransientError("away")] * 1000))
-        assert 50 < asyncio.get_running_loop().time() <= 101
-        await asyncio.sleep(60)
-        with pytest.raises(StorageError, match="cannot write 'b': away"):
-            await run.run("write", "b", failing(TransientError("away")))
-
-    run_virtual(scenario(), seed=0)
+    run = requests(max_retries=1000, retry_timeout_s=100.0)
+    with pytest.raises(StorageError, match="tries"):
+        await run.run("write", "a", failing(*[TransientError("away")] * 1000))
+    assert 50 < asyncio.get_running_loop().time() <= 101
+    await asyncio.sleep(60)
+    with pytest.raises(StorageError, match="cannot write 'b': away"):
+        await run.run("write", "b", failing(TransientError("away")))
 
 
-def test_the_deadline_is_that_of_an_outage() -> None:
+@in_virtual_time
+async def test_the_deadline_is_that_of_an_outage() -> None:
     """A failure long ago, and much that worked since, does not end a save that lasts."""
-
-    async def scenario() -> None:
-        run = requests(retry_timeout_s=100.0)
-        for _ in range(10):
-            await run.run("write", "a", failing(TransientError("a hiccup")))
-            await asyncio.sleep(90)
-
-    run_virtual(scenario(), seed=0)
+    run = requests(retry_timeout_s=100.0)
+    for _ in range(10):
+        await run.run("write", "a", failing(TransientError("a hiccup")))
+        await asyncio.sleep(90)
 
 
-def test_an_answer_ends_an_outage() -> None:
+@in_virtual_time
+async def test_an_answer_ends_an_outage() -> None:
     """That there is no object, too: the store has said so."""
-
-    async def scenario() -> None:
-        run = requests(retry_timeout_s=100.0)
-        for _ in range(10):
-            with pytest.raises(ObjectMissingError):
-                await run.run(
-                    "look at", "a", failing(TransientError("a hiccup"), ObjectMissingError("x"))
-                )
-            await asyncio.sleep(90)
-
-    run_virtual(scenario(), seed=0)
+    run = requests(retry_timeout_s=100.0)
+    for _ in range(10):
+        with pytest.raises(ObjectMissingError):
+            await run.run(
+                "look at", "a", failing(TransientError("a hiccup"), ObjectMissingError("x"))
+            )
+        await asyncio.sleep(90)
 
 
-def test_a_request_that_is_never_answered_ends_and_says_which() -> None:
+@in_virtual_time
+async def test_a_request_that_is_never_answered_ends_and_says_which() -> None:
     """A stalled connection is an error that names the object, not a hang."""
 
     async def stalled() -> None:
         await asyncio.get_running_loop().create_future()
 
-    async def scenario() -> None:
-        log = EventLog()
-        run = requests(log, request_timeout_s=60.0, max_retries=2)
-        with pytest.raises(StorageError, match=r"cannot read 'run/a': no answer within 60 s \(3"):
-            await run.run("read", "run/a", stalled)
-        assert len(log.of(RequestRetried)) == 2
-        assert 180 <= asyncio.get_running_loop().time() < 190
-
-    run_virtual(scenario(), seed=0)
+    log = EventLog()
+    run = requests(log, request_timeout_s=60.0, max_retries=2)
+    with pytest.raises(StorageError, match=r"cannot read 'run/a': no answer within 60 s \(3"):
+        await run.run("read", "run/a", stalled)
+    assert len(log.of(RequestRetried)) == 2
+    assert 180 <= asyncio.get_running_loop().time() < 190
 
 
 @given(
@@ -301,100 +282,91 @@ def test_the_limit_holds_whoever_is_cancelled(
 
 
 @pytest.mark.parametrize("has_place", [False, True])
-def test_a_waiter_that_leaves_as_a_place_comes_free_leaves_quietly(*, has_place: bool) -> None:
+@in_virtual_time
+async def test_a_waiter_that_leaves_as_a_place_comes_free_leaves_quietly(
+    *, has_place: bool
+) -> None:
     """Who is cancelled in the very turn in which a request ends is cancelled, nothing else.
 
     And gives the place back, if it was given it before.
     """
+    limit = RequestLimit(1)
 
-    async def scenario() -> None:
-        limit = RequestLimit(1)
-
-        async def wait() -> None:
-            async with limit.slot():
-                raise AssertionError("it was cancelled before")
-
+    async def wait() -> None:
         async with limit.slot():
-            waiter = asyncio.get_running_loop().create_task(wait())
-            await asyncio.sleep(1)
-            if not has_place:
-                waiter.cancel()
-        if has_place:
+            raise AssertionError("it was cancelled before")
+
+    async with limit.slot():
+        waiter = asyncio.get_running_loop().create_task(wait())
+        await asyncio.sleep(1)
+        if not has_place:
             waiter.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiter
-        assert limit._running == 0
-        async with limit.slot():
-            assert limit._running == 1
+    if has_place:
+        waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert limit._running == 0
+    async with limit.slot():
+        assert limit._running == 1
 
-    run_virtual(scenario(), seed=0)
 
-
-def test_nothing_is_sent_when_no_time_is_left() -> None:
+@in_virtual_time
+async def test_nothing_is_sent_when_no_time_is_left() -> None:
     """What somebody asks who has given up, and whose ten seconds have passed."""
     sent = []
 
     async def request() -> None:
         sent.append(1)
 
-    async def scenario() -> None:
-        brief = requests().brief()
-        await asyncio.sleep(11)
-        with pytest.raises(StorageError, match="no time is left"):
-            await brief.run("remove", "a", request)
-
-    run_virtual(scenario(), seed=0)
+    brief = requests().brief()
+    await asyncio.sleep(11)
+    with pytest.raises(StorageError, match="no time is left"):
+        await brief.run("remove", "a", request)
     assert not sent
 
 
-def test_places_are_given_in_turn() -> None:
+@in_virtual_time
+async def test_places_are_given_in_turn() -> None:
     """Who came first is served first, also before one that comes just as a place is free."""
+    limit = RequestLimit(2)
+    order = []
 
-    async def scenario() -> None:
-        limit = RequestLimit(2)
-        order = []
+    async def one(number: int) -> None:
+        await asyncio.sleep(number / 100)
+        async with limit.slot():
+            order.append(number)
+            await asyncio.sleep(1)
 
-        async def one(number: int) -> None:
-            await asyncio.sleep(number / 100)
-            async with limit.slot():
-                order.append(number)
-                await asyncio.sleep(1)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(20):
-                group.create_task(one(number))
-        assert order == list(range(20))
-
-    run_virtual(scenario(), seed=0)
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(one(number))
+    assert order == list(range(20))
 
 
-def test_a_store_that_asks_for_less_gets_half_and_more_again_later() -> None:
+@in_virtual_time
+async def test_a_store_that_asks_for_less_gets_half_and_more_again_later() -> None:
     """Half as many after a refusal, once for all refused together, and back with answers."""
-
-    async def scenario() -> None:
-        limit = RequestLimit(16)
-        run = requests(limit=limit, max_retries=1)
-        slow = TransientError("slow down", slow_down=True)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(16):
-                group.create_task(run.run("write", "a", failing(slow)))
-        assert limit.allowed >= 8
-        seen = []
-        for _ in range(3):
-            with pytest.raises(TransientError):
-                await run.once(failing(slow))
-            seen.append(limit.allowed)
-        assert seen == [limit.allowed * 4, limit.allowed * 2, limit.allowed]
-        for _ in range(200):
-            await run.once(failing())
-        assert limit.allowed == 16
-        for _ in range(20):
-            with pytest.raises(TransientError):
-                await run.once(failing(slow))
-        assert limit.allowed == 1
-        assert await run.run("write", "a", failing()) == "done"
-
-    run_virtual(scenario(), seed=0)
+    limit = RequestLimit(16)
+    run = requests(limit=limit, max_retries=1)
+    slow = TransientError("slow down", slow_down=True)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(16):
+            group.create_task(run.run("write", "a", failing(slow)))
+    assert limit.allowed >= 8
+    seen = []
+    for _ in range(3):
+        with pytest.raises(TransientError):
+            await run.once(failing(slow))
+        seen.append(limit.allowed)
+    assert seen == [limit.allowed * 4, limit.allowed * 2, limit.allowed]
+    for _ in range(200):
+        await run.once(failing())
+    assert limit.allowed == 16
+    for _ in range(20):
+        with pytest.raises(TransientError):
+            await run.once(failing(slow))
+    assert limit.allowed == 1
+    assert await run.run("write", "a", failing()) == "done"
 
 
 def test_fewer_run_where_what_is_sent_takes_too_long() -> None:
@@ -437,40 +409,33 @@ def test_what_became_of_a_request_is_asked_soon_and_then_now_and_then() -> None:
     assert waits == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
 
-def test_who_hurries_twice_gets_no_more_time() -> None:
+@in_virtual_time
+async def test_who_hurries_twice_gets_no_more_time() -> None:
     """Clean-up within clean-up ends with it."""
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        brief = requests(retry_timeout_s=1000.0, max_retries=1000).brief()
-        await asyncio.sleep(6)
-        with pytest.raises(StorageError):
-            await brief.brief().run("remove", "a", failing(*[TransientError("broke")] * 100))
-        assert 8 < loop.time() <= 10
-
-    run_virtual(scenario(), seed=0)
+    loop = asyncio.get_running_loop()
+    brief = requests(retry_timeout_s=1000.0, max_retries=1000).brief()
+    await asyncio.sleep(6)
+    with pytest.raises(StorageError):
+        await brief.brief().run("remove", "a", failing(*[TransientError("broke")] * 100))
+    assert 8 < loop.time() <= 10
 
 
-def test_one_request_that_gets_no_answer_leaves_time_for_others_in_a_hurry() -> None:
+@in_virtual_time
+async def test_one_request_that_gets_no_answer_leaves_time_for_others_in_a_hurry() -> None:
     """It is given a third of the ten seconds."""
-
-    async def scenario() -> None:
-        brief = requests(request_timeout_s=60.0).brief()
-        with pytest.raises(TransientError, match=r"no answer within 3\.33333 s"):
-            await brief.once(asyncio.get_running_loop().create_future)
-
-    run_virtual(scenario(), seed=0)
+    brief = requests(request_timeout_s=60.0).brief()
+    with pytest.raises(TransientError, match=r"no answer within 3\.33333 s"):
+        await brief.once(asyncio.get_running_loop().create_future)
 
 
-def test_the_log_says_nothing_of_what_fails_at_first(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_the_log_says_nothing_of_what_fails_at_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """However long it is that the program runs."""
-
-    async def scenario() -> None:
-        await asyncio.sleep(1000)
-        error = TransientError("broke")
-        assert await requests().run("read", "a", failing(error, error)) == "done"
-
-    run_virtual(scenario(), seed=0)
+    await asyncio.sleep(1000)
+    error = TransientError("broke")
+    assert await requests().run("read", "a", failing(error, error)) == "done"
     assert not caplog.records
 
 
@@ -496,41 +461,35 @@ def test_what_makes_something_is_waited_for_when_it_is_cancelled(*, outlive: boo
     ("error", "code"),
     [(TransientError("away"), errno.ETIMEDOUT), (RefusedError("denied"), errno.EIO)],
 )
-def test_an_error_tells_what_may_get_better_from_what_will_not(
+@in_virtual_time
+async def test_an_error_tells_what_may_get_better_from_what_will_not(
     error: StoreError, code: int
 ) -> None:
     """By its `errno`; and it counts tries where there were several."""
-
-    async def scenario() -> None:
-        run = requests(max_retries=1)
-        with pytest.raises(StorageError, match="cannot read 'a'") as raised:
-            await run.run("read", "a", failing(error, error))
-        assert raised.value.errno == code
-        assert ("(2 tries)" in str(raised.value)) == (code == errno.ETIMEDOUT)
-        assert "(1 tries)" not in str(raised.value)
-
-    run_virtual(scenario(), seed=0)
+    run = requests(max_retries=1)
+    with pytest.raises(StorageError, match="cannot read 'a'") as raised:
+        await run.run("read", "a", failing(error, error))
+    assert raised.value.errno == code
+    assert ("(2 tries)" in str(raised.value)) == (code == errno.ETIMEDOUT)
+    assert "(1 tries)" not in str(raised.value)
 
 
-def test_a_place_that_its_waiter_does_not_take_goes_to_the_next() -> None:
+@in_virtual_time
+async def test_a_place_that_its_waiter_does_not_take_goes_to_the_next() -> None:
     """Who was given one and is cancelled in that turn holds nobody up."""
+    limit = RequestLimit(1)
 
-    async def scenario() -> None:
-        limit = RequestLimit(1)
-
-        async def wait() -> None:
-            async with limit.slot():
-                await asyncio.sleep(1)
-
+    async def wait() -> None:
         async with limit.slot():
-            first, second = (asyncio.get_running_loop().create_task(wait()) for _ in range(2))
             await asyncio.sleep(1)
-        first.cancel()
-        await second
-        assert first.cancelled()
-        assert limit._running == 0
 
-    run_virtual(scenario(), seed=0)
+    async with limit.slot():
+        first, second = (asyncio.get_running_loop().create_task(wait()) for _ in range(2))
+        await asyncio.sleep(1)
+    first.cancel()
+    await second
+    assert first.cancelled()
+    assert limit._running == 0
 
 
 def test_it_takes_as_many_answers_as_there_are_places_to_get_one_more() -> None:

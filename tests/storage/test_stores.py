@@ -14,6 +14,7 @@ from ckptio.storage import options
 from ckptio.storage.stores import OpenStore, Stores, open_stores
 from ckptio.testing import MemoryBackend, MemoryStore, run_virtual
 from tests.rig import config_with
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -122,20 +123,17 @@ class CountingBackend(MemoryBackend):
         return await super().open(*arguments)
 
 
-def test_who_comes_while_a_store_is_opened_gets_that_one() -> None:
+@in_virtual_time
+async def test_who_comes_while_a_store_is_opened_gets_that_one() -> None:
     """Of two, one would never be closed."""
-
-    async def scenario() -> None:
-        backend = CountingBackend(MemoryStore())
-        opened = OpenStore("m", "memory://a", backend, {}, config_with(), None)  # type: ignore[arg-type]  # nothing runs on it
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(opened.get()) for _ in range(3)]
-        assert len({id(task.result()[0]) for task in tasks}) == 1
-        assert backend.num_opened == 1
-        await opened.get()
-        assert backend.num_opened == 1
-
-    run_virtual(scenario(), seed=0)
+    backend = CountingBackend(MemoryStore())
+    opened = OpenStore("m", "memory://a", backend, {}, config_with(), None)  # type: ignore[arg-type]  # nothing runs on it
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(opened.get()) for _ in range(3)]
+    assert len({id(task.result()[0]) for task in tasks}) == 1
+    assert backend.num_opened == 1
+    await opened.get()
+    assert backend.num_opened == 1
 
 
 async def test_stores_without_an_engine_are_closed_with_their_threads(
