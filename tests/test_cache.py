@@ -62,52 +62,46 @@ async def stored(save_id: str = A, path: str = "m", *, seed: int = 0) -> MemoryS
 
 
 @given(seed=seeds)
-def test_fifty_readers_cause_one_read(seed: int) -> None:
+@in_virtual_time
+async def test_fifty_readers_cause_one_read(seed: int) -> None:
     """Readers that come together share one read and one value."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        async with running_cache() as cache:
-            async with asyncio.TaskGroup() as group:
-                readers = [group.create_task(cache.get(storage)) for _ in range(50)]
-            assert {id(reader.result()) for reader in readers} == {id(readers[0].result())}
-            assert readers[0].result().save_id == A
-            assert storage.counts.num_manifest_reads == 1
-            # a reader that joined a read under way has it checked, once for all of them
-            assert storage.counts.num_version_checks <= 1
-
-    run_virtual(scenario(), seed=seed)
+    storage = await stored(seed=seed)
+    async with running_cache() as cache:
+        async with asyncio.TaskGroup() as group:
+            readers = [group.create_task(cache.get(storage)) for _ in range(50)]
+        assert {id(reader.result()) for reader in readers} == {id(readers[0].result())}
+        assert readers[0].result().save_id == A
+        assert storage.counts.num_manifest_reads == 1
+        # a reader that joined a read under way has it checked, once for all of them
+        assert storage.counts.num_version_checks <= 1
 
 
 @given(seed=seeds, ages=st.lists(st.floats(0, 4), max_size=12))
-def test_an_entry_is_trusted_for_its_time(seed: int, ages: list[float]) -> None:
+@in_virtual_time
+async def test_an_entry_is_trusted_for_its_time(seed: int, ages: list[float]) -> None:
     """Within `ttl_s` of the last check nothing is asked for; after it, or in doubt, it is."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        now = asyncio.get_running_loop().time
-        async with running_cache(ttl_s=2.0) as cache:
-            await cache.get(storage)
-            asked_s = {storage.counts.num_version_checks: now()}
-            for age in ages:
-                await asyncio.sleep(age)
-                before, began_s = storage.counts.num_version_checks, now()
-                assert (await cache.get(storage)).save_id == A
-                asked = storage.counts.num_version_checks - before
-                assert asked <= 1
-                if asked:
-                    # an entry read at `asked_s` was asked for at most the delays before
-                    assert began_s - max(asked_s.values()) >= 2.0 - 0.1
-                    asked_s[storage.counts.num_version_checks] = began_s
-                else:
-                    assert began_s - max(asked_s.values()) < 2.0
-                    assert now() == began_s
-            before = storage.counts.num_version_checks
-            await cache.get(storage, fresh=True)
-            assert storage.counts.num_version_checks == before + 1
-            assert storage.counts.num_manifest_reads == 1
-
-    run_virtual(scenario(), seed=seed)
+    storage = await stored(seed=seed)
+    now = asyncio.get_running_loop().time
+    async with running_cache(ttl_s=2.0) as cache:
+        await cache.get(storage)
+        asked_s = {storage.counts.num_version_checks: now()}
+        for age in ages:
+            await asyncio.sleep(age)
+            before, began_s = storage.counts.num_version_checks, now()
+            assert (await cache.get(storage)).save_id == A
+            asked = storage.counts.num_version_checks - before
+            assert asked <= 1
+            if asked:
+                # an entry read at `asked_s` was asked for at most the delays before
+                assert began_s - max(asked_s.values()) >= 2.0 - 0.1
+                asked_s[storage.counts.num_version_checks] = began_s
+            else:
+                assert began_s - max(asked_s.values()) < 2.0
+                assert now() == began_s
+        before = storage.counts.num_version_checks
+        await cache.get(storage, fresh=True)
+        assert storage.counts.num_version_checks == before + 1
+        assert storage.counts.num_manifest_reads == 1
 
 
 @in_virtual_time
@@ -123,31 +117,28 @@ async def test_an_entry_that_is_not_trusted_any_more_is_read() -> None:
 
 
 @given(seed=seeds, delays=st.lists(st.floats(0, 0.3), min_size=1, max_size=12))
-def test_an_answer_is_never_older_than_the_question(seed: int, delays: list[float]) -> None:
+@in_virtual_time
+async def test_an_answer_is_never_older_than_the_question(seed: int, delays: list[float]) -> None:
     """Readers and writers at any time: a manifest that was replaced before is not given."""
+    storage = await stored(SAVE_IDS[0], seed=seed)
+    async with running_cache() as cache:
 
-    async def scenario() -> None:
-        storage = await stored(SAVE_IDS[0], seed=seed)
-        async with running_cache() as cache:
+        async def read(at_s: float) -> None:
+            await asyncio.sleep(at_s)
+            assert storage.manifest is not None
+            earliest = SAVE_IDS.index(decode_manifest(storage.manifest).save_id)
+            assert SAVE_IDS.index((await cache.get(storage)).save_id) >= earliest
 
-            async def read(at_s: float) -> None:
-                await asyncio.sleep(at_s)
-                assert storage.manifest is not None
-                earliest = SAVE_IDS.index(decode_manifest(storage.manifest).save_id)
-                assert SAVE_IDS.index((await cache.get(storage)).save_id) >= earliest
+        async def write() -> None:
+            for save_id in SAVE_IDS[1:6]:
+                await asyncio.sleep(0.05)
+                await write_files(storage, save_id, contents_of(save_id, 10), overwrite=True)
 
-            async def write() -> None:
-                for save_id in SAVE_IDS[1:6]:
-                    await asyncio.sleep(0.05)
-                    await write_files(storage, save_id, contents_of(save_id, 10), overwrite=True)
-
-            async with asyncio.TaskGroup() as group:
-                group.create_task(write())
-                for at_s in delays:
-                    group.create_task(read(at_s))
-            assert (await cache.get(storage)).save_id == SAVE_IDS[5]
-
-    run_virtual(scenario(), seed=seed)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(write())
+            for at_s in delays:
+                group.create_task(read(at_s))
+        assert (await cache.get(storage)).save_id == SAVE_IDS[5]
 
 
 @in_virtual_time
@@ -202,40 +193,34 @@ async def test_failures_are_not_kept() -> None:
 
 
 @given(seed=seeds)
-def test_a_failure_reaches_every_reader(seed: int) -> None:
+@in_virtual_time
+async def test_a_failure_reaches_every_reader(seed: int) -> None:
     """Those who wait for a read that fails are all told, and none hangs."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage("m", seed=seed, max_delay_s=0.05)
-        async with running_cache() as cache:
-            readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(10)]
-            for reader in readers:
-                with pytest.raises(CheckpointNotFoundError):
-                    await reader
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage("m", seed=seed, max_delay_s=0.05)
+    async with running_cache() as cache:
+        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(10)]
+        for reader in readers:
+            with pytest.raises(CheckpointNotFoundError):
+                await reader
 
 
 @given(seed=seeds, at_s=st.floats(0, 0.15), num=st.integers(1, 5))
-def test_a_reader_that_is_cancelled_leaves_the_others_alone(
+@in_virtual_time
+async def test_a_reader_that_is_cancelled_leaves_the_others_alone(
     seed: int, at_s: float, num: int
 ) -> None:
     """The read goes on for who still waits, and alone if nobody does."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        async with running_cache() as cache:
-            readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
-            await asyncio.sleep(at_s)
-            for reader in readers[:num]:
-                reader.cancel()
-            for reader in readers[num:]:
-                assert (await reader).save_id == A
-            await asyncio.wait(readers)
-            assert (await cache.get(storage)).save_id == A
-            assert storage.counts.num_manifest_reads == 1
-
-    run_virtual(scenario(), seed=seed)
+    storage = await stored(seed=seed)
+    async with running_cache() as cache:
+        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
+        await asyncio.sleep(at_s)
+        for reader in readers[:num]:
+            reader.cancel()
+        for reader in readers[num:]:
+            assert (await reader).save_id == A
+        await asyncio.wait(readers)
+        assert (await cache.get(storage)).save_id == A
+        assert storage.counts.num_manifest_reads == 1
 
 
 def test_a_read_that_nobody_waits_for_ends_with_the_cache(
@@ -411,20 +396,17 @@ async def test_a_forgotten_entry_is_read_again() -> None:
 
 
 @given(seed=seeds, delay_s=st.floats(0, 0.2))
-def test_what_is_read_while_it_is_forgotten_is_not_trusted(seed: int, delay_s: float) -> None:
+@in_virtual_time
+async def test_what_is_read_while_it_is_forgotten_is_not_trusted(seed: int, delay_s: float) -> None:
     """A commit of this engine is seen at once, whatever was being read when it came."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        async with running_cache(ttl_s=60.0) as cache:
-            first = asyncio.create_task(cache.get(storage))
-            await asyncio.sleep(delay_s)
-            await write_files(storage, B, contents_of(B, 10), overwrite=True)
-            cache.forget(storage)
-            assert (await first).save_id in (A, B)
-            assert (await cache.get(storage)).save_id == B
-
-    run_virtual(scenario(), seed=seed)
+    storage = await stored(seed=seed)
+    async with running_cache(ttl_s=60.0) as cache:
+        first = asyncio.create_task(cache.get(storage))
+        await asyncio.sleep(delay_s)
+        await write_files(storage, B, contents_of(B, 10), overwrite=True)
+        cache.forget(storage)
+        assert (await first).save_id in (A, B)
+        assert (await cache.get(storage)).save_id == B
 
 
 @in_virtual_time
@@ -442,32 +424,29 @@ async def test_a_cache_that_does_not_run_refuses() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
 @given(seed=seeds, at_s=st.floats(0, 0.15))
-def test_the_end_of_the_cache_answers_everybody(how: str, seed: int, at_s: float) -> None:
+@in_virtual_time
+async def test_the_end_of_the_cache_answers_everybody(how: str, seed: int, at_s: float) -> None:
     """Who waits when it is closed, or its task cancelled, gets a manifest or is told."""
-
-    async def scenario() -> None:
-        storage = await stored(seed=seed)
-        cache = MetadataCache(8, 1 << 20)
-        task = asyncio.create_task(cache.run())
-        while not cache._open:
-            await asyncio.sleep(0)
-        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
-        await asyncio.sleep(at_s)
-        if how == "closed":
-            cache.close()
+    storage = await stored(seed=seed)
+    cache = MetadataCache(8, 1 << 20)
+    task = asyncio.create_task(cache.run())
+    while not cache._open:
+        await asyncio.sleep(0)
+    readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
+    await asyncio.sleep(at_s)
+    if how == "closed":
+        cache.close()
+    else:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert how == "cancelled" or not task.cancelled()
+    await asyncio.wait(readers)
+    for reader in readers:
+        if reader.exception() is None:
+            assert reader.result().save_id == A
         else:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        assert how == "cancelled" or not task.cancelled()
-        await asyncio.wait(readers)
-        for reader in readers:
-            if reader.exception() is None:
-                assert reader.result().save_id == A
-            else:
-                assert isinstance(reader.exception(), EngineClosedError)
-
-    run_virtual(scenario(), seed=seed)
+            assert isinstance(reader.exception(), EngineClosedError)
 
 
 async def test_who_learns_where_a_checkpoint_is_after_the_end_is_told() -> None:

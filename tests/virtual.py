@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on such a loop; see `run_virtual`."""
+    """Run a test on such a loop, whose schedule its `seed` draws; see `run_virtual`."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        run_virtual(test(**fixtures), seed=0)
+        run_virtual(test(**fixtures), seed=fixtures.get("seed", 0))
 
     return run

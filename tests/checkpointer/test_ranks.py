@@ -52,7 +52,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
+@in_virtual_time
+async def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
     """Rank 0 lists and removes; what others see, it has seen."""
 
     async def body(rank: int, engine: Engine, log: EventLog) -> None:
@@ -83,12 +84,9 @@ def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
                 await engine.load(tmp_path)
         assert [event.step for event in log.of(CheckpointRemoved)] == [3, 6, 15, 12]
 
-    async def scenario() -> None:
-        log = EventLog()
-        async with engines(2, log=log, seed=seed) as group:
-            assert await on_each(group, lambda r, e: body(r, e, log)) == [None, None]
-
-    run_virtual(scenario(), seed=seed)
+    log = EventLog()
+    async with engines(2, log=log, seed=seed) as group:
+        assert await on_each(group, lambda r, e: body(r, e, log)) == [None, None]
     assert committed_steps(tmp_path) == [9]
 
 
@@ -182,7 +180,8 @@ def test_a_step_that_takes_longer_than_the_interval_is_saved_once(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_last_save_that_takes_too_long_is_aborted(
+@in_virtual_time
+async def test_a_last_save_that_takes_too_long_is_aborted(
     tmp_path: Path, world_size: int, seed: int
 ) -> None:
     """The steps before it are untouched, nothing of it is left, and leaving says so."""
@@ -199,13 +198,10 @@ def test_a_last_save_that_takes_too_long_is_aborted(
                     ckpt.save(filled_state([SMALL.slab_nbytes] * 100, 1), step)
                 await asyncio.sleep(0.001)
 
-    async def scenario() -> None:
-        async with engines(world_size, seed=seed) as group:
-            errors = await on_each(group, body)
-            assert all(isinstance(error, (SaveAbortedError, RankError)) for error in errors)
-            assert any("within 0.05 s" in str(error) for error in errors)
-
-    run_virtual(scenario(), seed=seed)
+    async with engines(world_size, seed=seed) as group:
+        errors = await on_each(group, body)
+        assert all(isinstance(error, (SaveAbortedError, RankError)) for error in errors)
+        assert any("within 0.05 s" in str(error) for error in errors)
     assert names_in(tmp_path) == [step_name(1)]
     assert committed_steps(tmp_path) == [1]
 

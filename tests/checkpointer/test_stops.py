@@ -99,35 +99,31 @@ async def train(
     calls=st.dictionaries(st.integers(0, 3), st.floats(0, 5), min_size=1),
     seed=seeds,
 )
-def test_all_ranks_stop_at_one_step(world_size: int, calls: dict[int, float], seed: int) -> None:
+@in_virtual_time
+async def test_all_ranks_stop_at_one_step(
+    world_size: int, calls: dict[int, float], seed: int
+) -> None:
     """Whoever is signalled, when and how often, and however far apart the ranks are."""
-
-    async def scenario() -> None:
-        async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
-            found = {rank % world_size: at_s for rank, at_s in calls.items()}
-            trainers = await train(world, seed, found)
-            assert len({trainer.last for trainer in trainers}) == 1
-            assert trainers[0].last is not None
-            assert len({tuple(trainer.agreed) for trainer in trainers}) == 1
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(scenario(), seed=seed)
+    async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
+        found = {rank % world_size: at_s for rank, at_s in calls.items()}
+        trainers = await train(world, seed, found)
+        assert len({trainer.last for trainer in trainers}) == 1
+        assert trainers[0].last is not None
+        assert len({tuple(trainer.agreed) for trainer in trainers}) == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @given(world_size=st.integers(1, 3), every_s=st.floats(0.5, 5), seed=seeds)
-def test_all_ranks_save_at_the_same_steps_by_time(
+@in_virtual_time
+async def test_all_ranks_save_at_the_same_steps_by_time(
     world_size: int, every_s: float, seed: int
 ) -> None:
     """Rank 0's clock decides; a signal comes on top."""
-
-    async def scenario() -> None:
-        async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
-            trainers = await train(world, seed, {world_size - 1: 12.0}, every_s)
-            assert len({tuple(trainer.saved) for trainer in trainers}) == 1
-            assert len(trainers[0].saved) >= 2
-            assert trainers[0].last == trainers[0].saved[-1]
-
-    run_virtual(scenario(), seed=seed)
+    async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
+        trainers = await train(world, seed, {world_size - 1: 12.0}, every_s)
+        assert len({tuple(trainer.saved) for trainer in trainers}) == 1
+        assert len(trainers[0].saved) >= 2
+        assert trainers[0].last == trainers[0].saved[-1]
 
 
 @in_virtual_time
@@ -171,7 +167,8 @@ def test_a_save_at_each_step_by_time_lets_others_go_on(
 
 
 @given(world_size=st.integers(2, 4), data=st.data(), seed=seeds)
-def test_nobody_waits_for_a_rank_that_leaves_or_dies(
+@in_virtual_time
+async def test_nobody_waits_for_a_rank_that_leaves_or_dies(
     world_size: int, data: st.DataObject, seed: int
 ) -> None:
     """A call that meets it is lost; trainers go on, and no task is left."""
@@ -180,28 +177,25 @@ def test_nobody_waits_for_a_rank_that_leaves_or_dies(
     rank = data.draw(st.integers(0, world_size - 1), label="who")
     dies = data.draw(st.booleans(), label="dies")
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
-            trainers = [Trainer(ranks, seed + i) for i, ranks in enumerate(world.ranks)]
-            watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
-            loop.call_later(at_s, trainers[(rank + 1) % world_size].stops.call_last, "signal")
-            await asyncio.sleep(leaves_s)
-            if dies:
-                world.kill(rank)
-            else:
-                watching[rank].cancel()
-            await asyncio.sleep(5)
-            async with asyncio.timeout(DEADLINES.peer_s):
-                for trainer in trainers:
-                    await trainer.should_save()
-            for task in watching:
-                task.cancel()
-            await asyncio.wait(watching)
-            assert all(task.cancelled() or task.exception() is None for task in watching)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(scenario(), seed=seed)
+    loop = asyncio.get_running_loop()
+    async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
+        trainers = [Trainer(ranks, seed + i) for i, ranks in enumerate(world.ranks)]
+        watching = [asyncio.create_task(t.stops.watch(t.ranks), name="watch") for t in trainers]
+        loop.call_later(at_s, trainers[(rank + 1) % world_size].stops.call_last, "signal")
+        await asyncio.sleep(leaves_s)
+        if dies:
+            world.kill(rank)
+        else:
+            watching[rank].cancel()
+        await asyncio.sleep(5)
+        async with asyncio.timeout(DEADLINES.peer_s):
+            for trainer in trainers:
+                await trainer.should_save()
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
+        assert all(task.cancelled() or task.exception() is None for task in watching)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -143,7 +143,8 @@ def test_ranks_save_keep_and_load_together(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_do_not_save_over_what_only_the_second_tier_has(seed: int) -> None:
+@in_virtual_time
+async def test_ranks_do_not_save_over_what_only_the_second_tier_has(seed: int) -> None:
     """One looks, and all hear of it."""
 
     async def body(_: int, engine: Engine) -> None:
@@ -159,11 +160,8 @@ def test_ranks_do_not_save_over_what_only_the_second_tier_has(seed: int) -> None
 
     store = DictStore(seed, max_delay_s=0.02)
 
-    async def scenario() -> None:
-        async with engines(2, seed=seed, store=store) as group:
-            assert await on_each(group, body) == [None, None]
-
-    run_virtual(scenario(), seed=seed)
+    async with engines(2, seed=seed, store=store) as group:
+        assert await on_each(group, body) == [None, None]
     assert {key.split("/")[1] for key in store.objects if key.startswith("near/")} == {step_name(2)}
     assert not [key for key in store.objects if ".copy-" in key]
 
@@ -380,32 +378,29 @@ def places_in(store: DictStore) -> dict[str, list[str]]:
 
 
 @given(seed=st.integers(0, 2**32), at_s=st.floats(0, 0.5))
-def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: float) -> None:
+@in_virtual_time
+async def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: float) -> None:
     """A save leaves nothing, and a removal what the next run knows and removes at once."""
-
-    async def scenario() -> None:
-        store = DictStore(seed, max_delay_s=0.02)
-        async with engines(seed=seed, store=store) as (engine,):
-            last = 0
-            with contextlib.suppress(TimeoutError, ZeroDivisionError):
-                async with checkpointer_on(engine, "dict://run", keep=KeepLast(1)) as ckpt:
-                    for step in range(1, 4):
-                        async with asyncio.timeout(at_s):
-                            await ckpt.save(state_of(step), step)
-                        last = step
-                    raise ZeroDivisionError
-            for place, names in places_in(store).items():
-                kinds = [name.partition("-")[0] for name in names]
-                is_removed = kinds[0] == ".manifest" and set(kinds[1:]) <= {"data"}
-                assert is_removed or kinds[-2:] == ["data", "manifest.json"], (place, names)
-            async with checkpointer_on(engine, "dict://run", sweep_after_s=1.0) as ckpt:
-                latest = await ckpt.latest()
-                assert (latest or 0) >= last
-                if latest is not None:
-                    assert_same(await ckpt.load(), state_of(latest))
-            assert all("manifest.json" in names for names in places_in(store).values())
-
-    run_virtual(scenario(), seed=seed)
+    store = DictStore(seed, max_delay_s=0.02)
+    async with engines(seed=seed, store=store) as (engine,):
+        last = 0
+        with contextlib.suppress(TimeoutError, ZeroDivisionError):
+            async with checkpointer_on(engine, "dict://run", keep=KeepLast(1)) as ckpt:
+                for step in range(1, 4):
+                    async with asyncio.timeout(at_s):
+                        await ckpt.save(state_of(step), step)
+                    last = step
+                raise ZeroDivisionError
+        for place, names in places_in(store).items():
+            kinds = [name.partition("-")[0] for name in names]
+            is_removed = kinds[0] == ".manifest" and set(kinds[1:]) <= {"data"}
+            assert is_removed or kinds[-2:] == ["data", "manifest.json"], (place, names)
+        async with checkpointer_on(engine, "dict://run", sweep_after_s=1.0) as ckpt:
+            latest = await ckpt.latest()
+            assert (latest or 0) >= last
+            if latest is not None:
+                assert_same(await ckpt.load(), state_of(latest))
+        assert all("manifest.json" in names for names in places_in(store).values())
 
 
 @pytest.mark.parametrize("root", ["nope://run", "s3://key:secret@bucket/run"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptio import sync
 from ckptio.config import KiB, MiB
 from ckptio.format.manifest import Chunk, Manifest, decode_manifest
-from ckptio.testing import MemoryStorage, run_virtual
+from ckptio.testing import MemoryStorage
 from tests.job_rig import job, shards_of
 from tests.rig import SMALL, config_with, inline_engine
 from tests.virtual import in_virtual_time
@@ -62,20 +62,18 @@ async def verified(place: MemoryStorage, *, compare_copies: bool = True) -> Veri
 
 
 @given(seed=seeds, sizes=st.lists(st.integers(0, 6 * BLOCK), min_size=1, max_size=8))
-def test_copies_that_agree_are_whole_and_read_once(seed: int, sizes: list[int]) -> None:
+@in_virtual_time
+async def test_copies_that_agree_are_whole_and_read_once(seed: int, sizes: list[int]) -> None:
     """Every copy is compared, at no further read."""
     state = tensors(seed, sizes)
     num_copies = (NUM_RANKS - 1) * sum(size > 0 for size in sizes)
 
-    async def scenario() -> None:
-        place = await saved([state] * NUM_RANKS, seed)
-        place.counts.read_nbytes = 0
-        report = await verified(place)
-        assert report.is_whole
-        assert report.num_copies == num_copies
-        assert place.counts.read_nbytes == report.nbytes == sum(map(len, place.files.values()))
-
-    run_virtual(scenario(), seed=seed)
+    place = await saved([state] * NUM_RANKS, seed)
+    place.counts.read_nbytes = 0
+    report = await verified(place)
+    assert report.is_whole
+    assert report.num_copies == num_copies
+    assert place.counts.read_nbytes == report.nbytes == sum(map(len, place.files.values()))
 
 
 @given(
@@ -84,7 +82,8 @@ def test_copies_that_agree_are_whole_and_read_once(seed: int, sizes: list[int]) 
     rank=st.integers(0, NUM_RANKS - 1),
     data=st.data(),
 )
-def test_a_copy_that_differs_is_named_with_its_first_other_byte(
+@in_virtual_time
+async def test_a_copy_that_differs_is_named_with_its_first_other_byte(
     seed: int, sizes: list[int], rank: int, data: st.DataObject
 ) -> None:
     """Whatever rank had other bytes, wherever they begin, whatever lies around them."""
@@ -95,27 +94,24 @@ def test_a_copy_that_differs_is_named_with_its_first_other_byte(
     other[f"w{number}"][at:] += 1
     states = [other if i == rank else state for i in range(NUM_RANKS)]
 
-    async def scenario() -> None:
-        place = await saved(states, seed)
-        manifest = manifest_of(place)
-        chunk = chunk_of(manifest, f"w{number}")
-        is_chunk = manifest.files[chunk.file].rank == rank
-        expected = {
-            (manifest.files[file].name, start + at, start + sizes[number])
-            for file, start in chunk.copies
-            if is_chunk or manifest.files[file].rank == rank
-        }
-        report = await verified(place)
-        assert {(e.file, e.start, e.stop) for e in report.damage} == expected
-        for error in report.damage:
-            assert error.fqns == (f"w{number}",)
-            assert error.problem == (
-                f"other bytes than in the copy at byte {chunk.start + at} of"
-                f" {manifest.files[chunk.file].name!r}"
-            )
-        assert (await verified(place, compare_copies=False)).is_whole
-
-    run_virtual(scenario(), seed=seed)
+    place = await saved(states, seed)
+    manifest = manifest_of(place)
+    chunk = chunk_of(manifest, f"w{number}")
+    is_chunk = manifest.files[chunk.file].rank == rank
+    expected = {
+        (manifest.files[file].name, start + at, start + sizes[number])
+        for file, start in chunk.copies
+        if is_chunk or manifest.files[file].rank == rank
+    }
+    report = await verified(place)
+    assert {(e.file, e.start, e.stop) for e in report.damage} == expected
+    for error in report.damage:
+        assert error.fqns == (f"w{number}",)
+        assert error.problem == (
+            f"other bytes than in the copy at byte {chunk.start + at} of"
+            f" {manifest.files[chunk.file].name!r}"
+        )
+    assert (await verified(place, compare_copies=False)).is_whole
 
 
 @in_virtual_time

@@ -197,32 +197,29 @@ slabs = st.integers(0, 2)
 
 
 @given(wish=wishes(), pools=pools, reads=st.integers(1, 3), slabs=slabs, seed=seeds)
-def test_every_wanted_byte_arrives_and_is_read_once(
+@in_virtual_time
+async def test_every_wanted_byte_arrives_and_is_read_once(
     wish: Wish, pools: list[int], reads: int, slabs: int, seed: int
 ) -> None:
     """On every rank, through pools of any size; storage is asked once for each block."""
-
-    async def scenario() -> None:
-        configs = [config_of(pools[i], reads) for i in range(len(wish.wanted))]
-        group = await group_of(wish, configs, seed)
-        num_ranks = len(configs)
-        network = MemoryNetwork(
-            num_ranks, seed=seed, max_delay_s=0.02, num_slabs=slabs, slab_nbytes=SLAB
-        )
-        ranks = group.ranks()
-        before = len(group.storage.operations)
-        await load(ranks, network)
-        assert group.has_landed(ranks)
-        assert group.storage.counts.read_nbytes == wish.unique_nbytes()
-        opened = [op for op in group.storage.operations[before:] if op.kind == "open"]
-        assert len(opened) == len({(unit.reader, unit.file) for unit in group.plan.units})
-        for rank, sent in zip(ranks, network.sent_nbytes, strict=True):
-            assert sent == sum(u.nbytes * len(u.takers) for u, _ in rank.part.reads)
-            assert rank.reading.read_nbytes == rank.part.nbytes
-        group.assert_nothing_is_left(network)
-        network.close()
-
-    run_virtual(scenario(), seed=seed)
+    configs = [config_of(pools[i], reads) for i in range(len(wish.wanted))]
+    group = await group_of(wish, configs, seed)
+    num_ranks = len(configs)
+    network = MemoryNetwork(
+        num_ranks, seed=seed, max_delay_s=0.02, num_slabs=slabs, slab_nbytes=SLAB
+    )
+    ranks = group.ranks()
+    before = len(group.storage.operations)
+    await load(ranks, network)
+    assert group.has_landed(ranks)
+    assert group.storage.counts.read_nbytes == wish.unique_nbytes()
+    opened = [op for op in group.storage.operations[before:] if op.kind == "open"]
+    assert len(opened) == len({(unit.reader, unit.file) for unit in group.plan.units})
+    for rank, sent in zip(ranks, network.sent_nbytes, strict=True):
+        assert sent == sum(u.nbytes * len(u.takers) for u, _ in rank.part.reads)
+        assert rank.reading.read_nbytes == rank.part.nbytes
+    group.assert_nothing_is_left(network)
+    network.close()
 
 
 @pytest.mark.usefixtures("no_collections")
@@ -247,54 +244,48 @@ def test_what_was_loaded_is_let_go_of() -> None:
 
 
 @given(wish=wishes(), pool=st.integers(1, 4), slabs=slabs, seed=seeds, number=st.integers(0, 60))
-def test_failure_leaves_nothing_behind(
+@in_virtual_time
+async def test_failure_leaves_nothing_behind(
     wish: Wish, pool: int, slabs: int, seed: int, number: int
 ) -> None:
     """Whatever read fails on whatever rank, every rank ends, and gives back what it held."""
-
-    async def scenario() -> None:
-        group = await group_of(wish, [config_of(pool)] * len(wish.wanted), seed)
-        network = MemoryNetwork(
-            len(wish.wanted), seed=seed, max_delay_s=0.02, num_slabs=slabs, slab_nbytes=SLAB
-        )
-        done = len(group.storage.operations)
-        group.storage.fault = fail_at(done + number, errno.EIO)
-        ranks = group.ranks()
-        ends = await ends_of(ranks, network)
-        if len(group.storage.operations) <= done + number:
-            assert ends == [None] * len(ranks)
-            assert group.has_landed(ranks)
-        else:
-            assert any(isinstance(end, StorageError) and end.errno == errno.EIO for end in ends)
-            assert all(end is None or isinstance(end, CheckpointError) for end in ends)
-        group.assert_nothing_is_left(network)
-        network.close()
-
-    run_virtual(scenario(), seed=seed)
+    group = await group_of(wish, [config_of(pool)] * len(wish.wanted), seed)
+    network = MemoryNetwork(
+        len(wish.wanted), seed=seed, max_delay_s=0.02, num_slabs=slabs, slab_nbytes=SLAB
+    )
+    done = len(group.storage.operations)
+    group.storage.fault = fail_at(done + number, errno.EIO)
+    ranks = group.ranks()
+    ends = await ends_of(ranks, network)
+    if len(group.storage.operations) <= done + number:
+        assert ends == [None] * len(ranks)
+        assert group.has_landed(ranks)
+    else:
+        assert any(isinstance(end, StorageError) and end.errno == errno.EIO for end in ends)
+        assert all(end is None or isinstance(end, CheckpointError) for end in ends)
+    group.assert_nothing_is_left(network)
+    network.close()
 
 
 @given(wish=wishes(), pool=st.integers(1, 4), slabs=slabs, seed=seeds, at_s=st.floats(0, 0.5))
-def test_cancelling_anywhere_leaves_nothing_behind(
+@in_virtual_time
+async def test_cancelling_anywhere_leaves_nothing_behind(
     wish: Wish, pool: int, slabs: int, seed: int, at_s: float
 ) -> None:
     """Whenever an exchange is cancelled; and the next one over a new link works."""
-
-    async def scenario() -> None:
-        group = await group_of(wish, [config_of(pool)] * len(wish.wanted), seed)
-        options = {"num_slabs": slabs, "slab_nbytes": SLAB, "seed": seed}
-        network = MemoryNetwork(len(wish.wanted), max_delay_s=0.02, **options)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_s):
-                await load(group.ranks(), network)
-        group.assert_nothing_is_left(network)
-        network.close()
-        again = MemoryNetwork(len(wish.wanted), **options)
-        ranks = group.ranks()
-        await load(ranks, again)
-        assert group.has_landed(ranks)
-        again.close()
-
-    run_virtual(scenario(), seed=seed)
+    group = await group_of(wish, [config_of(pool)] * len(wish.wanted), seed)
+    options = {"num_slabs": slabs, "slab_nbytes": SLAB, "seed": seed}
+    network = MemoryNetwork(len(wish.wanted), max_delay_s=0.02, **options)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_s):
+            await load(group.ranks(), network)
+    group.assert_nothing_is_left(network)
+    network.close()
+    again = MemoryNetwork(len(wish.wanted), **options)
+    ranks = group.ranks()
+    await load(ranks, again)
+    assert group.has_landed(ranks)
+    again.close()
 
 
 @pytest.mark.parametrize("num_slabs", [0, 2])
@@ -341,49 +332,43 @@ async def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
 
 
 @given(seed=seeds, pools=pools, num_loads=st.integers(2, 3))
-def test_loads_that_share_pools_do_not_wait_for_each_other_in_a_circle(
+@in_virtual_time
+async def test_loads_that_share_pools_do_not_wait_for_each_other_in_a_circle(
     seed: int, pools: list[int], num_loads: int
 ) -> None:
     """Several exchanges at a time over pools of few slabs, begun at different times by ranks."""
+    wish = all_of([100 * KiB, 50 * KiB], 4)
+    group = await group_of(wish, [config_of(pool, max_reads=1) for pool in pools], seed)
+    rng = random.Random(seed)
+    networks = [MemoryNetwork(4, seed=seed, max_delay_s=0.02) for _ in range(num_loads)]
+    every = [group.ranks() for _ in networks]
 
-    async def scenario() -> None:
-        wish = all_of([100 * KiB, 50 * KiB], 4)
-        group = await group_of(wish, [config_of(pool, max_reads=1) for pool in pools], seed)
-        rng = random.Random(seed)
-        networks = [MemoryNetwork(4, seed=seed, max_delay_s=0.02) for _ in range(num_loads)]
-        every = [group.ranks() for _ in networks]
+    async def take_part(rank: Rank, network: MemoryNetwork, number: int) -> None:
+        await asyncio.sleep(rng.random())
+        await read_shared(rank.part, rank.reading, network.links[number], rank.context)
 
-        async def take_part(rank: Rank, network: MemoryNetwork, number: int) -> None:
-            await asyncio.sleep(rng.random())
-            await read_shared(rank.part, rank.reading, network.links[number], rank.context)
-
-        async with asyncio.TaskGroup() as tasks:
-            for ranks, network in zip(every, networks, strict=True):
-                for number, rank in enumerate(ranks):
-                    tasks.create_task(take_part(rank, network, number))
+    async with asyncio.TaskGroup() as tasks:
         for ranks, network in zip(every, networks, strict=True):
-            assert group.has_landed(ranks)
-            group.assert_nothing_is_left(network)
-
-    run_virtual(scenario(), seed=seed)
+            for number, rank in enumerate(ranks):
+                tasks.create_task(take_part(rank, network, number))
+    for ranks, network in zip(every, networks, strict=True):
+        assert group.has_landed(ranks)
+        group.assert_nothing_is_left(network)
 
 
 @given(seed=seeds, pool=st.integers(1, 8))
-def test_memory_is_bounded_whatever_the_size(seed: int, pool: int) -> None:
+@in_virtual_time
+async def test_memory_is_bounded_whatever_the_size(seed: int, pool: int) -> None:
     """Each side takes half of the pool at the most; the rest is there for others."""
-
-    async def scenario() -> None:
-        wish = all_of([400 * KiB], 2)
-        group = await group_of(wish, [config_of(pool)] * 2, seed)
-        network = MemoryNetwork(2, seed=seed, max_delay_s=0.02)
-        ranks = group.ranks()
-        await load(ranks, network)
-        assert group.has_landed(ranks)
-        for rank in ranks:
-            peak = rank.context.pool.statistics().peak_leased_nbytes
-            assert peak <= pool // 2 * 2 * SLAB
-
-    run_virtual(scenario(), seed=seed)
+    wish = all_of([400 * KiB], 2)
+    group = await group_of(wish, [config_of(pool)] * 2, seed)
+    network = MemoryNetwork(2, seed=seed, max_delay_s=0.02)
+    ranks = group.ranks()
+    await load(ranks, network)
+    assert group.has_landed(ranks)
+    for rank in ranks:
+        peak = rank.context.pool.statistics().peak_leased_nbytes
+        assert peak <= pool // 2 * 2 * SLAB
 
 
 @in_virtual_time
@@ -456,19 +441,16 @@ def test_progress_counts_what_is_read_and_what_is_taken() -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(200))
-def test_many_schedules_end_whole(seed: int) -> None:
+@in_virtual_time
+async def test_many_schedules_end_whole(seed: int) -> None:
     """Many units, many ranks, small pools, many orders: all bytes arrive."""
-
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        num_ranks = rng.randint(2, 8)
-        wish = all_of([rng.randint(1, 300 * KiB) for _ in range(rng.randint(1, 6))], num_ranks)
-        configs = [config_of(rng.randint(1, 5), rng.randint(1, 3)) for _ in range(num_ranks)]
-        group = await group_of(wish, configs, seed)
-        network = MemoryNetwork(num_ranks, seed=seed, max_delay_s=0.1)
-        ranks = group.ranks()
-        await load(ranks, network)
-        assert group.has_landed(ranks)
-        group.assert_nothing_is_left(network)
-
-    run_virtual(scenario(), seed=seed)
+    rng = random.Random(seed)
+    num_ranks = rng.randint(2, 8)
+    wish = all_of([rng.randint(1, 300 * KiB) for _ in range(rng.randint(1, 6))], num_ranks)
+    configs = [config_of(rng.randint(1, 5), rng.randint(1, 3)) for _ in range(num_ranks)]
+    group = await group_of(wish, configs, seed)
+    network = MemoryNetwork(num_ranks, seed=seed, max_delay_s=0.1)
+    ranks = group.ranks()
+    await load(ranks, network)
+    assert group.has_landed(ranks)
+    group.assert_nothing_is_left(network)

@@ -247,20 +247,20 @@ async def test_columns_of_what_was_saved_in_rows_read_only_the_blocks_that_hold_
 
 
 @given(seed=seeds, world_size=st.integers(2, 6))
-def test_replicas_are_written_once_and_about_as_much_by_each(seed: int, world_size: int) -> None:
+@in_virtual_time
+async def test_replicas_are_written_once_and_about_as_much_by_each(
+    seed: int, world_size: int
+) -> None:
     """A large tensor is shared out among the ranks that have it."""
     state = replicated(seed, scale=20)
     nbytes = sum(tensor.nbytes for tensor in state.values())
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(world_size, place, seed=seed) as ranks:
-            await save_states(ranks, [state] * world_size)
-            written = ranks.written_nbytes()
-            assert nbytes <= sum(written) <= 1.02 * nbytes
-            assert max(written) <= 1.10 * sum(written) / world_size
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(world_size, place, seed=seed) as ranks:
+        await save_states(ranks, [state] * world_size)
+        written = ranks.written_nbytes()
+        assert nbytes <= sum(written) <= 1.02 * nbytes
+        assert max(written) <= 1.10 * sum(written) / world_size
 
 
 @in_virtual_time
@@ -285,27 +285,25 @@ async def test_without_exchange_every_rank_reads_all_that_it_wants() -> None:
     loaded=st.integers(2, 5),
     num_slabs=st.integers(0, 2),
 )
-def test_with_exchange_each_byte_is_read_once_and_about_as_much_by_each(
+@in_virtual_time
+async def test_with_exchange_each_byte_is_read_once_and_about_as_much_by_each(
     seed: int, saved: int, loaded: int, num_slabs: int
 ) -> None:
     """Whoever wrote it; and every rank has every byte in the end."""
     state = replicated(seed, scale=4)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(saved, place, ON, seed=seed) as ranks:
-            await save_states(ranks, [state] * saved)
-        linker = MemoryLinker(loaded, seed, num_slabs=num_slabs, slab_nbytes=ON.slab_nbytes)
-        async with job(loaded, place, ON, seed=seed, linker=linker) as ranks:
-            await load_states(ranks, [state] * loaded)
-            read = ranks.read_nbytes()
-        assert sum(read) <= 1.05 * file_nbytes(place)
-        assert max(read) <= 1.10 * sum(read) / loaded
-        assert min(read) > 0
-        (network,) = linker.networks
-        assert sum(network.sent_nbytes) == (loaded - 1) * sum(read)
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(saved, place, ON, seed=seed) as ranks:
+        await save_states(ranks, [state] * saved)
+    linker = MemoryLinker(loaded, seed, num_slabs=num_slabs, slab_nbytes=ON.slab_nbytes)
+    async with job(loaded, place, ON, seed=seed, linker=linker) as ranks:
+        await load_states(ranks, [state] * loaded)
+        read = ranks.read_nbytes()
+    assert sum(read) <= 1.05 * file_nbytes(place)
+    assert max(read) <= 1.10 * sum(read) / loaded
+    assert min(read) > 0
+    (network,) = linker.networks
+    assert sum(network.sent_nbytes) == (loaded - 1) * sum(read)
 
 
 @in_virtual_time
@@ -361,7 +359,8 @@ async def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:
 
 
 @given(seed=seeds, saved=st.integers(1, 4), loaded=st.integers(2, 4))
-def test_shards_and_replicas_mix(seed: int, saved: int, loaded: int) -> None:
+@in_virtual_time
+async def test_shards_and_replicas_mix(seed: int, saved: int, loaded: int) -> None:
     """Rows that one rank wants beside tensors that all want."""
     tensor = torch.randn(120, 90, generator=torch.Generator().manual_seed(seed))
 
@@ -369,17 +368,14 @@ def test_shards_and_replicas_mix(seed: int, saved: int, loaded: int) -> None:
         state = replicated(seed)
         return [{**state, **own} for own in spread(tensor, (1, world_size))]
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(saved, place, ON, seed=seed) as ranks:
-            await save_states(ranks, states_of(saved))
-        async with job(loaded, place, ON, seed=seed) as ranks:
-            await load_states(ranks, states_of(loaded))
-            read = ranks.read_nbytes()
-            assert sum(read) <= 1.05 * file_nbytes(place)
-            assert max(read) <= 1.10 * sum(read) / loaded + 2 * BLOCK
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(saved, place, ON, seed=seed) as ranks:
+        await save_states(ranks, states_of(saved))
+    async with job(loaded, place, ON, seed=seed) as ranks:
+        await load_states(ranks, states_of(loaded))
+        read = ranks.read_nbytes()
+        assert sum(read) <= 1.05 * file_nbytes(place)
+        assert max(read) <= 1.10 * sum(read) / loaded + 2 * BLOCK
 
 
 @in_virtual_time
@@ -478,82 +474,76 @@ def test_cancelling_on_one_rank_ends_the_load_on_all(
 
 
 @given(seed=seeds, rank=st.integers(0, 2), at_s=st.floats(0, 1.0), how=ways)
-def test_a_lost_rank_ends_the_load_on_the_others(
+@in_virtual_time
+async def test_a_lost_rank_ends_the_load_on_the_others(
     seed: int, rank: int, at_s: float, how: str
 ) -> None:
     """A rank that dies or freezes while others wait for its bytes: they raise in time."""
     states = [replicated(seed)] * 3
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
-        async with job(3, place, ON, seed=seed) as ranks:
-            await save_states(ranks, states)
-            begun_s = asyncio.get_running_loop().time()
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+    async with job(3, place, ON, seed=seed) as ranks:
+        await save_states(ranks, states)
+        begun_s = asyncio.get_running_loop().time()
 
-            async def end() -> None:
-                await asyncio.sleep(at_s)
-                getattr(ranks.ranks, how)(rank)
+        async def end() -> None:
+            await asyncio.sleep(at_s)
+            getattr(ranks.ranks, how)(rank)
 
-            async with asyncio.TaskGroup() as group:
-                ending = group.create_task(end(), name="end")
-                ends = await try_to_load(ranks, states)
-                others = [end for number, end in enumerate(ends) if number != rank]
-                if rank == 0:  # what it said last, that all are through, may have reached some
-                    others = [end for end in others if end is not None]
-                if others != [None] * 2:
-                    assert all(isinstance(end, PeerLostError) for end in others)
-                    assert all(rank in end.ranks for end in others)  # type: ignore[union-attr]  # as above
-                assert asyncio.get_running_loop().time() - begun_s < 30
-                await ending
-
-    run_virtual(scenario(), seed=seed)
+        async with asyncio.TaskGroup() as group:
+            ending = group.create_task(end(), name="end")
+            ends = await try_to_load(ranks, states)
+            others = [end for number, end in enumerate(ends) if number != rank]
+            if rank == 0:  # what it said last, that all are through, may have reached some
+                others = [end for end in others if end is not None]
+            if others != [None] * 2:
+                assert all(isinstance(end, PeerLostError) for end in others)
+                assert all(rank in end.ranks for end in others)  # type: ignore[union-attr]  # as above
+            assert asyncio.get_running_loop().time() - begun_s < 30
+            await ending
 
 
 @example(seed=451, which=0)  # its sender fails between its offer and the copy of it
 @given(seed=seeds, which=st.integers(0, 2**20))
-def test_a_damaged_block_fails_the_load_on_every_rank_alike(seed: int, which: int) -> None:
+@in_virtual_time
+async def test_a_damaged_block_fails_the_load_on_every_rank_alike(seed: int, which: int) -> None:
     """One error for all, that names the file, the range and the tensors."""
     states = [replicated(seed)] * 3
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(3, place, ON, seed=seed) as ranks:
-            await save_states(ranks, states)
-            files = sorted(place.files)
-            name = files[which % len(files)]
-            assert place.manifest is not None
-            manifest = decode_manifest(place.manifest)
-            index = [entry.name for entry in manifest.files].index(name)
-            starts = [c.start for t in manifest.tensors for c in t.chunks if c.file == index]
-            place.files[name][starts[which % len(starts)]] ^= 1
-            ends = await try_to_load(ranks, states)
-            assert all(isinstance(end, RankError) for end in ends)
-            assert len({str(end) for end in ends}) == 1
-            assert str(ends[0]).startswith("load of 'memory' failed on rank ")
-            assert name in str(ends[0])
-            assert "checksum" in str(ends[0])
-            (cause,) = (end.__cause__ for end in ends if end is not None and end.__cause__)
-            assert isinstance(cause, CorruptionError)
-            assert cause.file == name
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(3, place, ON, seed=seed) as ranks:
+        await save_states(ranks, states)
+        files = sorted(place.files)
+        name = files[which % len(files)]
+        assert place.manifest is not None
+        manifest = decode_manifest(place.manifest)
+        index = [entry.name for entry in manifest.files].index(name)
+        starts = [c.start for t in manifest.tensors for c in t.chunks if c.file == index]
+        place.files[name][starts[which % len(starts)]] ^= 1
+        ends = await try_to_load(ranks, states)
+        assert all(isinstance(end, RankError) for end in ends)
+        assert len({str(end) for end in ends}) == 1
+        assert str(ends[0]).startswith("load of 'memory' failed on rank ")
+        assert name in str(ends[0])
+        assert "checksum" in str(ends[0])
+        (cause,) = (end.__cause__ for end in ends if end is not None and end.__cause__)
+        assert isinstance(cause, CorruptionError)
+        assert cause.file == name
 
 
 @given(seed=seeds, tag=st.integers(0, 5))
-def test_what_is_damaged_between_ranks_fails_the_load(seed: int, tag: int) -> None:
+@in_virtual_time
+async def test_what_is_damaged_between_ranks_fails_the_load(seed: int, tag: int) -> None:
     """A network is not trusted more than a disk: the taker finds it, all raise."""
     states = [replicated(seed, scale=4)] * 3
     linker = MemoryLinker(3, seed, damaged_tags={tag})
 
-    async def scenario() -> None:
-        async with job(3, config=ON, seed=seed, linker=linker) as ranks:
-            await save_states(ranks, states)
-            ends = await try_to_load(ranks, states)
-            assert all(isinstance(end, RankError) for end in ends)
-            assert len({str(end) for end in ends}) == 1
-            assert "checksum" in str(ends[0])
-
-    run_virtual(scenario(), seed=seed)
+    async with job(3, config=ON, seed=seed, linker=linker) as ranks:
+        await save_states(ranks, states)
+        ends = await try_to_load(ranks, states)
+        assert all(isinstance(end, RankError) for end in ends)
+        assert len({str(end) for end in ends}) == 1
+        assert "checksum" in str(ends[0])
 
 
 class ClosedDoor(MemoryLinker):

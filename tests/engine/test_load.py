@@ -28,7 +28,7 @@ from ckptio.events import LoadFinished, LoadStarted, ReadProgressed
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.state.tree import walk
-from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, run_virtual
+from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at
 from tests.job_rig import job, shards_of
 from tests.rig import (
     SMALL,
@@ -63,75 +63,66 @@ def zeros_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @given(sizes=sizes, seed=seeds, reads=st.integers(1, 8))
-def test_limits_hold(sizes: Sequence[int], seed: int, reads: int) -> None:
+@in_virtual_time
+async def test_limits_hold(sizes: Sequence[int], seed: int, reads: int) -> None:
     """Readers and slabs never exceed what the config allows; the bytes are right."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        config = config_with(max_reads=reads)
-        async with inline_engine({"memory": storage}, config) as engine:
-            state = await saved(engine, sizes, seed)
-            target = zeros_like(state)
-            async with asyncio.TaskGroup() as group:
-                loads = [group.create_task(engine.load("memory", into=target))]
-                loads += [group.create_task(engine.load("memory")) for _ in range(2)]
-            for load in loads:
-                assert_same(load.result(), state)
-            loop = cast("VirtualLoop", asyncio.get_running_loop())
-            if any(sizes):
-                assert 0 < loop.peak_calls["_read_turn"] <= reads
-            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
-            assert storage.counts.num_open_sources == 0
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    config = config_with(max_reads=reads)
+    async with inline_engine({"memory": storage}, config) as engine:
+        state = await saved(engine, sizes, seed)
+        target = zeros_like(state)
+        async with asyncio.TaskGroup() as group:
+            loads = [group.create_task(engine.load("memory", into=target))]
+            loads += [group.create_task(engine.load("memory")) for _ in range(2)]
+        for load in loads:
+            assert_same(load.result(), state)
+        loop = cast("VirtualLoop", asyncio.get_running_loop())
+        if any(sizes):
+            assert 0 < loop.peak_calls["_read_turn"] <= reads
+        assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+        assert storage.counts.num_open_sources == 0
 
 
 @given(sizes=sizes, seed=seeds, number=st.integers(0, 60))
-def test_failure_leaves_nothing_behind(sizes: Sequence[int], seed: int, number: int) -> None:
+@in_virtual_time
+async def test_failure_leaves_nothing_behind(sizes: Sequence[int], seed: int, number: int) -> None:
     """Whatever read fails, the caller sees it; files, slabs and tasks are given back."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, sizes, seed)
-            done = len(storage.operations)
-            storage.fault = fail_at(done + number, errno.EIO)
-            try:
-                found = await engine.load("memory")
-            except StorageError as error:
-                assert error.errno == errno.EIO
-                assert len(storage.operations) > done + number
-            else:
-                assert len(storage.operations) <= done + number
-                assert_same(found, state)
-            assert storage.counts.num_open_sources == 0
-            assert engine.statistics().leased_nbytes == 0
-            storage.fault = None
-            assert_same(await engine.load("memory"), state)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, sizes, seed)
+        done = len(storage.operations)
+        storage.fault = fail_at(done + number, errno.EIO)
+        try:
+            found = await engine.load("memory")
+        except StorageError as error:
+            assert error.errno == errno.EIO
+            assert len(storage.operations) > done + number
+        else:
+            assert len(storage.operations) <= done + number
+            assert_same(found, state)
+        assert storage.counts.num_open_sources == 0
+        assert engine.statistics().leased_nbytes == 0
+        storage.fault = None
+        assert_same(await engine.load("memory"), state)
 
 
 @given(sizes=sizes, seed=seeds, at_s=st.floats(0, 0.4))
-def test_cancelling_anywhere_leaves_nothing_behind(
+@in_virtual_time
+async def test_cancelling_anywhere_leaves_nothing_behind(
     sizes: Sequence[int], seed: int, at_s: float
 ) -> None:
     """Whenever a load is cancelled, no source is open, no slab is out, and the next one works."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, sizes, seed)
-            target = zeros_like(state)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(at_s):
-                    await engine.load("memory", into=target)
-            assert storage.counts.num_open_sources == 0
-            assert engine.statistics().leased_nbytes == 0
-            await engine.load("memory", into=target)
-            assert_same(target, state)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, sizes, seed)
+        target = zeros_like(state)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_s):
+                await engine.load("memory", into=target)
+        assert storage.counts.num_open_sources == 0
+        assert engine.statistics().leased_nbytes == 0
+        await engine.load("memory", into=target)
+        assert_same(target, state)
 
 
 @in_virtual_time
@@ -155,44 +146,43 @@ async def test_a_state_ten_times_the_pool_is_loaded_in_waves() -> None:
     where=st.integers(0, 2**30),
     bit=st.integers(0, 7),
 )
-def test_no_damaged_block_lands(sizes: Sequence[int], seed: int, where: int, bit: int) -> None:
+@in_virtual_time
+async def test_no_damaged_block_lands(
+    sizes: Sequence[int], seed: int, where: int, bit: int
+) -> None:
     """A flipped bit is found and named; where it is, the target keeps what it had."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed)
-        async with inline_engine({"memory": storage}) as engine:
-            state = await saved(engine, sizes, seed)
-            name = sorted(storage.files)[where % len(storage.files)]
-            position = where % len(storage.files[name])
-            storage.files[name][position] ^= 1 << bit
-            assert storage.manifest is not None
-            manifest = decode_manifest(storage.manifest)
-            target = {key: 255 - value for key, value in state.items()}
-            before = clone(target)
-            covered = [
-                tensor.name
-                for tensor in manifest.tensors
-                for chunk in tensor.chunks
-                if manifest.files[chunk.file].name == name
-                and chunk.start <= position < chunk.start + tensor.nbytes
-            ]
-            try:
-                await engine.load("memory", into=target)
-            except CorruptionError as error:
-                assert error.file == name
-                assert error.start <= position < error.stop
-                assert set(covered) <= set(error.fqns)
-            else:
-                raise AssertionError("damage was not found")
-            for key in covered:
-                landed = target[key] == state[key]
-                kept = target[key] == before[key]
-                assert bool((landed | kept).all())
-            report = await engine.verify("memory")
-            assert [damage.file for damage in report.damage] == [name]
-            assert report.damage[0].start <= position < report.damage[0].stop
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed)
+    async with inline_engine({"memory": storage}) as engine:
+        state = await saved(engine, sizes, seed)
+        name = sorted(storage.files)[where % len(storage.files)]
+        position = where % len(storage.files[name])
+        storage.files[name][position] ^= 1 << bit
+        assert storage.manifest is not None
+        manifest = decode_manifest(storage.manifest)
+        target = {key: 255 - value for key, value in state.items()}
+        before = clone(target)
+        covered = [
+            tensor.name
+            for tensor in manifest.tensors
+            for chunk in tensor.chunks
+            if manifest.files[chunk.file].name == name
+            and chunk.start <= position < chunk.start + tensor.nbytes
+        ]
+        try:
+            await engine.load("memory", into=target)
+        except CorruptionError as error:
+            assert error.file == name
+            assert error.start <= position < error.stop
+            assert set(covered) <= set(error.fqns)
+        else:
+            raise AssertionError("damage was not found")
+        for key in covered:
+            landed = target[key] == state[key]
+            kept = target[key] == before[key]
+            assert bool((landed | kept).all())
+        report = await engine.verify("memory")
+        assert [damage.file for damage in report.damage] == [name]
+        assert report.damage[0].start <= position < report.damage[0].stop
 
 
 @in_virtual_time
@@ -251,29 +241,28 @@ async def test_files_that_are_gone_are_named_in_one_pass_over_the_tensors(
 
 
 @given(sizes=sizes, seed=seeds)
-def test_damage_names_the_tensors_that_have_bytes_there(sizes: Sequence[int], seed: int) -> None:
+@in_virtual_time
+async def test_damage_names_the_tensors_that_have_bytes_there(
+    sizes: Sequence[int], seed: int
+) -> None:
     """All of them, no neighbour, and none that is empty; wherever a range of a file ends."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage()
-        async with inline_engine({"memory": storage}) as engine:
-            await saved(engine, sizes, seed)
-            manifest = await engine.inspect("memory")
-        reading = landing.Reading(storage, manifest)
-        for file, entry in enumerate(manifest.files):
-            spans = [
-                (chunk.start, chunk.start + tensor.chunk_nbytes(chunk), tensor.name)
-                for tensor in manifest.tensors
-                for chunk in tensor.chunks
-                if chunk.file == file
-            ]
-            ends = {end for first, last, _ in spans for end in (first, last, last - 1)}
-            for start, stop in itertools.combinations(sorted(ends | {0, entry.nbytes}), 2):
-                there = {name for first, last, name in spans if max(first, start) < min(last, stop)}
-                found = reading.names_in(file, start, stop)
-                assert (len(found), set(found)) == (len(there), there)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage()
+    async with inline_engine({"memory": storage}) as engine:
+        await saved(engine, sizes, seed)
+        manifest = await engine.inspect("memory")
+    reading = landing.Reading(storage, manifest)
+    for file, entry in enumerate(manifest.files):
+        spans = [
+            (chunk.start, chunk.start + tensor.chunk_nbytes(chunk), tensor.name)
+            for tensor in manifest.tensors
+            for chunk in tensor.chunks
+            if chunk.file == file
+        ]
+        ends = {end for first, last, _ in spans for end in (first, last, last - 1)}
+        for start, stop in itertools.combinations(sorted(ends | {0, entry.nbytes}), 2):
+            there = {name for first, last, name in spans if max(first, start) < min(last, stop)}
+            found = reading.names_in(file, start, stop)
+            assert (len(found), set(found)) == (len(there), there)
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
@@ -308,32 +297,31 @@ async def test_sizes_are_checked_before_anything_changes(change: str) -> None:
 
 
 @given(seed=seeds, num=st.integers(1, 4), delay_s=st.floats(0, 0.2))
-def test_loads_beside_overwrites_get_one_or_are_told(seed: int, num: int, delay_s: float) -> None:
+@in_virtual_time
+async def test_loads_beside_overwrites_get_one_or_are_told(
+    seed: int, num: int, delay_s: float
+) -> None:
     """Old, new, or `CheckpointChangedError`: never a mix, never another error."""
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    sizes = [70 * KiB, 10, 30 * KiB]
+    async with inline_engine({"memory": storage}) as engine:
+        await engine.save(filled_state(sizes, 0), "memory")
 
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        sizes = [70 * KiB, 10, 30 * KiB]
-        async with inline_engine({"memory": storage}) as engine:
-            await engine.save(filled_state(sizes, 0), "memory")
+        async def read() -> None:
+            await asyncio.sleep(delay_s)
+            for _ in range(5):
+                try:
+                    state = await engine.load("memory")
+                except CheckpointChangedError:
+                    continue
+                assert len(values_in(state)) == 1
 
-            async def read() -> None:
-                await asyncio.sleep(delay_s)
-                for _ in range(5):
-                    try:
-                        state = await engine.load("memory")
-                    except CheckpointChangedError:
-                        continue
-                    assert len(values_in(state)) == 1
-
-            async with asyncio.TaskGroup() as group:
-                for _ in range(num):
-                    group.create_task(read())
-                for value in range(1, 5):
-                    await engine.save(filled_state(sizes, value), "memory", overwrite=True)
-            assert_same(await engine.load("memory"), filled_state(sizes, 4))
-
-    run_virtual(scenario(), seed=seed)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num):
+                group.create_task(read())
+            for value in range(1, 5):
+                await engine.save(filled_state(sizes, value), "memory", overwrite=True)
+        assert_same(await engine.load("memory"), filled_state(sizes, 4))
 
 
 @in_virtual_time
@@ -411,34 +399,31 @@ async def test_a_slice_reads_little_more_than_its_bytes() -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(300))
-def test_many_schedules_end_whole(seed: int) -> None:
+@in_virtual_time
+async def test_many_schedules_end_whole(seed: int) -> None:
     """Loads, saves and verifies at once, some failing, some cancelled: right bytes or an error."""
+    loop = cast("VirtualLoop", asyncio.get_running_loop())
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    sizes = [70 * KiB, 10, 90 * KiB]
+    async with inline_engine({"memory": storage}) as engine:
+        await engine.save(filled_state(sizes, 0), "memory")
 
-    async def scenario() -> None:
-        loop = cast("VirtualLoop", asyncio.get_running_loop())
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        sizes = [70 * KiB, 10, 90 * KiB]
-        async with inline_engine({"memory": storage}) as engine:
-            await engine.save(filled_state(sizes, 0), "memory")
+        async def act() -> None:
+            await asyncio.sleep(loop.rng.random())
+            with contextlib.suppress(CheckpointError, TimeoutError):
+                async with asyncio.timeout(loop.rng.random()):
+                    if loop.rng.random() < 0.3:
+                        value = loop.rng.randrange(256)
+                        await engine.save(filled_state(sizes, value), "memory", overwrite=True)
+                    else:
+                        state = await engine.load("memory")
+                        assert len(values_in(state)) == 1
 
-            async def act() -> None:
-                await asyncio.sleep(loop.rng.random())
-                with contextlib.suppress(CheckpointError, TimeoutError):
-                    async with asyncio.timeout(loop.rng.random()):
-                        if loop.rng.random() < 0.3:
-                            value = loop.rng.randrange(256)
-                            await engine.save(filled_state(sizes, value), "memory", overwrite=True)
-                        else:
-                            state = await engine.load("memory")
-                            assert len(values_in(state)) == 1
-
-            async with asyncio.TaskGroup() as group:
-                for _ in range(12):
-                    group.create_task(act())
-            assert (await engine.verify("memory")).is_whole
-            assert storage.leftovers() == []
-
-    run_virtual(scenario(), seed=seed)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                group.create_task(act())
+        assert (await engine.verify("memory")).is_whole
+        assert storage.leftovers() == []
 
 
 @in_virtual_time

@@ -11,7 +11,7 @@ from ckptio.config import KiB
 from ckptio.errors import CheckpointError, CorruptionError, RankError
 from ckptio.events import ReplicaSubstituted
 from ckptio.format.manifest import Manifest, decode_manifest
-from ckptio.testing import EventLog, MemoryStorage, run_virtual
+from ckptio.testing import EventLog, MemoryStorage
 from tests.job_rig import Job, assert_equal, blank_of, job, shards_of
 from tests.rig import config_with, inline_engine
 from tests.virtual import in_virtual_time
@@ -105,7 +105,8 @@ async def test_without_local_copies_ranks_open_the_files_of_others() -> None:
     loaded=st.integers(1, 5),
     exchange=st.sampled_from(["on", "off"]),
 )
-def test_nothing_is_missing_at_another_parallel_size(
+@in_virtual_time
+async def test_nothing_is_missing_at_another_parallel_size(
     seed: int, saved: int, loaded: int, exchange: str
 ) -> None:
     """Copies are places of one name: more ranks, or fewer, find all of them."""
@@ -115,21 +116,18 @@ def test_nothing_is_missing_at_another_parallel_size(
     def states_of(world_size: int) -> list[dict[str, Any]]:
         return [{"w": shard, **norms(seed)} for shard in shards_of(weight, (world_size, 1))]
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        config = config_with(replicate="local", exchange=exchange)
-        async with job(saved, place, config, seed=seed) as ranks:
-            manifest = await save_states(ranks, states_of(saved))
-            tensors = {tensor.name: tensor for tensor in manifest.tensors}
-            assert tensors.keys() == {"w", *norms(seed)}
-            for name in norms(seed):
-                (chunk,) = tensors[name].chunks
-                places = {manifest.files[file].rank for file, _ in chunk.copies}
-                assert places | {manifest.files[chunk.file].rank} == set(range(saved))
-        async with job(loaded, place, config, seed=seed) as ranks:
-            await load_states(ranks, states_of(loaded))
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    config = config_with(replicate="local", exchange=exchange)
+    async with job(saved, place, config, seed=seed) as ranks:
+        manifest = await save_states(ranks, states_of(saved))
+        tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        assert tensors.keys() == {"w", *norms(seed)}
+        for name in norms(seed):
+            (chunk,) = tensors[name].chunks
+            places = {manifest.files[file].rank for file, _ in chunk.copies}
+            assert places | {manifest.files[chunk.file].rank} == set(range(saved))
+    async with job(loaded, place, config, seed=seed) as ranks:
+        await load_states(ranks, states_of(loaded))
 
 
 @in_virtual_time
@@ -152,63 +150,59 @@ async def test_what_is_above_the_threshold_is_written_once() -> None:
     how=st.sampled_from(["removed", "cut short"]),
     loaded=st.integers(1, 5),
 )
-def test_a_lost_file_is_made_up_for_by_a_copy(
+@in_virtual_time
+async def test_a_lost_file_is_made_up_for_by_a_copy(
     seed: int, lost: set[int], how: str, loaded: int
 ) -> None:
     """Whichever files are lost or cut short: as long as one is left, all is loaded, and said."""
     state = norms(seed)
     log = EventLog()
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(4, place, LOCAL, seed=seed) as ranks:
-            manifest = await save_states(ranks, [state] * 4)
-        files = {file_of(manifest, rank) for rank in lost}
-        for name in files:
-            if how == "cut short":
-                del place.files[name][-1]
-            else:
-                del place.files[name]
-        async with job(loaded, place, LOCAL, seed=seed, observer=log) as ranks:
-            await load_states(ranks, [state] * loaded)
-            opened = {name for names in ranks.opened() for name in names}
-        assert not opened & files
-        said = log.of(ReplicaSubstituted)
-        assert {event.path for event in said} <= {"memory"}
-        assert {event.file for event in said} <= files
-        wanted = {file_of(manifest, rank) for rank in range(min(loaded, 4))}
-        assert {event.file for event in said} >= wanted & files
-        for event in said:
-            assert isinstance(event.error, CorruptionError)
-            assert event.error.file == event.file
-
-    run_virtual(scenario(), seed=seed)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(4, place, LOCAL, seed=seed) as ranks:
+        manifest = await save_states(ranks, [state] * 4)
+    files = {file_of(manifest, rank) for rank in lost}
+    for name in files:
+        if how == "cut short":
+            del place.files[name][-1]
+        else:
+            del place.files[name]
+    async with job(loaded, place, LOCAL, seed=seed, observer=log) as ranks:
+        await load_states(ranks, [state] * loaded)
+        opened = {name for names in ranks.opened() for name in names}
+    assert not opened & files
+    said = log.of(ReplicaSubstituted)
+    assert {event.path for event in said} <= {"memory"}
+    assert {event.file for event in said} <= files
+    wanted = {file_of(manifest, rank) for rank in range(min(loaded, 4))}
+    assert {event.file for event in said} >= wanted & files
+    for event in said:
+        assert isinstance(event.error, CorruptionError)
+        assert event.error.file == event.file
 
 
 @given(seed=seeds, loaded=st.integers(1, 4))
-def test_a_load_fails_on_every_rank_when_no_copy_is_left(seed: int, loaded: int) -> None:
+@in_virtual_time
+async def test_a_load_fails_on_every_rank_when_no_copy_is_left(seed: int, loaded: int) -> None:
     """One says which file is lost, all say that it failed; no target has changed."""
     state = norms(seed)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(3, place, LOCAL, seed=seed) as ranks:
-            await save_states(ranks, [state] * 3)
-        place.files.clear()
-        async with job(loaded, place, LOCAL, seed=seed) as ranks:
-            targets = [blank_of(state) for _ in range(loaded)]
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(3, place, LOCAL, seed=seed) as ranks:
+        await save_states(ranks, [state] * 3)
+    place.files.clear()
+    async with job(loaded, place, LOCAL, seed=seed) as ranks:
+        targets = [blank_of(state) for _ in range(loaded)]
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.load("memory", into=targets[rank])
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.load("memory", into=targets[rank])
 
-            ends = await ranks.each(body)
-        assert any(isinstance(end, CorruptionError) for end in ends)
-        assert all(isinstance(end, (CorruptionError, RankError)) for end in ends)
-        assert all("no such regular file" in str(end) for end in ends)
-        for target in targets:
-            assert_equal(target, blank_of(state))
-
-    run_virtual(scenario(), seed=seed)
+        ends = await ranks.each(body)
+    assert any(isinstance(end, CorruptionError) for end in ends)
+    assert all(isinstance(end, (CorruptionError, RankError)) for end in ends)
+    assert all("no such regular file" in str(end) for end in ends)
+    for target in targets:
+        assert_equal(target, blank_of(state))
 
 
 @in_virtual_time
@@ -284,7 +278,8 @@ async def test_a_job_on_other_machines_still_opens_one_file_a_rank() -> None:
 
 
 @given(seed=seeds, number=st.integers(0, 40), rank=st.integers(0, 2))
-def test_a_failure_while_copies_are_looked_for_ends_the_load_everywhere(
+@in_virtual_time
+async def test_a_failure_while_copies_are_looked_for_ends_the_load_everywhere(
     seed: int, number: int, rank: int
 ) -> None:
     """Whatever operation fails on whatever rank, all ranks raise, or all have loaded."""
@@ -293,28 +288,25 @@ def test_a_failure_while_copies_are_looked_for_ends_the_load_everywhere(
     def config() -> CheckpointConfig:
         return config_with(replicate="local")
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(3, place, config(), seed=seed) as ranks:
-            manifest = await save_states(ranks, [state] * 3)
-            del place.files[file_of(manifest, rank)]
-            before = len(ranks.storages[rank].operations)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(3, place, config(), seed=seed) as ranks:
+        manifest = await save_states(ranks, [state] * 3)
+        del place.files[file_of(manifest, rank)]
+        before = len(ranks.storages[rank].operations)
 
-            def fault(operation: Any) -> None:
-                if operation.number == before + number:
-                    raise OSError(5, "broken")
+        def fault(operation: Any) -> None:
+            if operation.number == before + number:
+                raise OSError(5, "broken")
 
-            ranks.storages[rank].fault = fault
+        ranks.storages[rank].fault = fault
 
-            async def body(_: int, engine: Engine) -> None:
-                target = blank_of(state)
-                await engine.load("memory", into=target)
-                assert_equal(target, state)
+        async def body(_: int, engine: Engine) -> None:
+            target = blank_of(state)
+            await engine.load("memory", into=target)
+            assert_equal(target, state)
 
-            ends = await ranks.each(body)
-        if len(ranks.storages[rank].operations) > before + number:
-            assert all(isinstance(end, CheckpointError) for end in ends)
-        else:
-            assert ends == [None] * 3
-
-    run_virtual(scenario(), seed=seed)
+        ends = await ranks.each(body)
+    if len(ranks.storages[rank].operations) > before + number:
+        assert all(isinstance(end, CheckpointError) for end in ends)
+    else:
+        assert ends == [None] * 3

@@ -127,47 +127,45 @@ def assert_nothing_left(storage: MemoryStorage) -> None:
 
 
 @given(sizes=sizes, seed=seeds)
-def test_a_state_comes_back_bit_for_bit_whatever_the_schedule(
+@in_virtual_time
+async def test_a_state_comes_back_bit_for_bit_whatever_the_schedule(
     sizes: Sequence[int], seed: int
 ) -> None:
     """What was saved is what is loaded, in any order of events."""
     state = random_state(sizes, seed)
 
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            info = await engine.save(state, "memory")
-            assert info.num_tensors == len(state)
-            assert info.nbytes == sum(map(len, storage.files.values()))
-            assert_same(await engine.load("memory"), state)
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        info = await engine.save(state, "memory")
+        assert info.num_tensors == len(state)
+        assert info.nbytes == sum(map(len, storage.files.values()))
+        assert_same(await engine.load("memory"), state)
+    assert_nothing_left(storage)
 
 
 @given(
     sizes=sizes, seed=seeds, writes=st.integers(1, 8), copies=st.integers(1, 8), saves=st.just(2)
 )
-def test_limits_hold(sizes: Sequence[int], seed: int, writes: int, copies: int, saves: int) -> None:
+@in_virtual_time
+async def test_limits_hold(
+    sizes: Sequence[int], seed: int, writes: int, copies: int, saves: int
+) -> None:
     """Slabs, writers, copiers and saves in flight never exceed what the config allows."""
     config = config_with(max_writes=writes, max_copies=copies, max_saves=saves)
     log = EventLog()
 
-    async def scenario() -> None:
-        storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(4)}
-        state = random_state([*sizes, 100 * KiB], seed)
-        async with inline_engine(storages, config, log) as engine:
-            handles = [engine.save(state, path) for path in storages]
-            for handle in handles:
-                await handle
-            peaks = virtual_loop().peak_calls
-            assert 0 < peaks["_seal"] <= writes
-            assert 0 < peaks["SourceState.gather"] <= copies
-            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
-            for path in storages:
-                assert_same(await engine.load(path), state)
-
-    run_virtual(scenario(), seed=seed)
+    storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(4)}
+    state = random_state([*sizes, 100 * KiB], seed)
+    async with inline_engine(storages, config, log) as engine:
+        handles = [engine.save(state, path) for path in storages]
+        for handle in handles:
+            await handle
+        peaks = virtual_loop().peak_calls
+        assert 0 < peaks["_seal"] <= writes
+        assert 0 < peaks["SourceState.gather"] <= copies
+        assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+        for path in storages:
+            assert_same(await engine.load(path), state)
     assert in_flight_at_most(log) <= saves
 
 
@@ -349,21 +347,21 @@ async def test_that_all_is_copied_is_told_once() -> None:
 
 
 @given(sizes=sizes, seed=seeds)
-def test_writes_that_wait_give_way_to_who_needs_a_slab(sizes: Sequence[int], seed: int) -> None:
+@in_virtual_time
+async def test_writes_that_wait_give_way_to_who_needs_a_slab(
+    sizes: Sequence[int], seed: int
+) -> None:
     """Saves whose pool is too small for both end, whoever waits for what."""
     config = config_with(pool_nbytes=3 * SMALL.slab_nbytes)
 
-    async def scenario() -> None:
-        storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(2)}
-        state = random_state([*sizes, 100 * KiB], seed)
-        async with inline_engine(storages, config) as engine:
-            handles = [engine.save(state, path) for path in storages]
-            for handle in handles:
-                await handle.staged
-            for handle in handles:
-                await handle
-
-    run_virtual(scenario(), seed=seed)
+    storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(2)}
+    state = random_state([*sizes, 100 * KiB], seed)
+    async with inline_engine(storages, config) as engine:
+        handles = [engine.save(state, path) for path in storages]
+        for handle in handles:
+            await handle.staged
+        for handle in handles:
+            await handle
 
 
 def in_flight_at_most(log: EventLog) -> int:
@@ -379,92 +377,85 @@ def in_flight_at_most(log: EventLog) -> int:
 
 
 @given(sizes=sizes, seed=seeds, number=st.integers(0, 200), overwrite=st.booleans())
-def test_failure_leaves_nothing_behind(
+@in_virtual_time
+async def test_failure_leaves_nothing_behind(
     sizes: Sequence[int], seed: int, number: int, *, overwrite: bool
 ) -> None:
     """Whatever operation fails, the caller sees it, and storage, pool and loop are as before."""
     old, new = random_state([10, 3 * KiB], seed), random_state(sizes, seed + 1)
 
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            if overwrite:
-                await engine.save(old, "memory")
-            done = len(storage.operations)
-            storage.fault = fail_at(done + number, errno.ENOSPC)
-            try:
-                await engine.save(new, "memory", overwrite=overwrite)
-            except StorageError as error:
-                assert error.errno == errno.ENOSPC
-                assert error.filename == storage.operations[done + number].path
-                failed = True
-            else:
-                assert len(storage.operations) <= done + number
-                failed = False
-            storage.fault = None
-            assert_nothing_left(storage)
-            if not failed:
-                assert_same(await engine.load("memory"), new)
-            elif overwrite:
-                assert_same(await engine.load("memory"), old)
-            else:
-                assert storage.manifest is None
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        if overwrite:
+            await engine.save(old, "memory")
+        done = len(storage.operations)
+        storage.fault = fail_at(done + number, errno.ENOSPC)
+        try:
+            await engine.save(new, "memory", overwrite=overwrite)
+        except StorageError as error:
+            assert error.errno == errno.ENOSPC
+            assert error.filename == storage.operations[done + number].path
+            failed = True
+        else:
+            assert len(storage.operations) <= done + number
+            failed = False
+        storage.fault = None
+        assert_nothing_left(storage)
+        if not failed:
+            assert_same(await engine.load("memory"), new)
+        elif overwrite:
+            assert_same(await engine.load("memory"), old)
+        else:
+            assert storage.manifest is None
 
 
 @given(sizes=sizes, seed=seeds, at_s=moments_s, overwrite=st.booleans())
-def test_cancelling_anywhere_leaves_nothing_behind(
+@in_virtual_time
+async def test_cancelling_anywhere_leaves_nothing_behind(
     sizes: Sequence[int], seed: int, at_s: float, *, overwrite: bool
 ) -> None:
     """Whenever `await handle` is cancelled, the old checkpoint or the new one is there, whole."""
     old, new = random_state([10, 3 * KiB], seed), random_state(sizes, seed + 1)
 
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            if overwrite:
-                await engine.save(old, "memory")
-            before = storage.manifest
-            handle = engine.save(new, "memory", overwrite=overwrite)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(at_s):
-                    await handle
-            assert handle.done()
-            assert_nothing_left(storage)
-            if storage.manifest is before:
-                with pytest.raises(SaveAbortedError):
-                    handle.result()
-            else:
-                assert handle.result().save_id == handle.save_id
-                assert_same(await engine.load("memory"), new)
-            if before is not None and storage.manifest is before:
-                assert_same(await engine.load("memory"), old)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        if overwrite:
+            await engine.save(old, "memory")
+        before = storage.manifest
+        handle = engine.save(new, "memory", overwrite=overwrite)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_s):
+                await handle
+        assert handle.done()
+        assert_nothing_left(storage)
+        if storage.manifest is before:
+            with pytest.raises(SaveAbortedError):
+                handle.result()
+        else:
+            assert handle.result().save_id == handle.save_id
+            assert_same(await engine.load("memory"), new)
+        if before is not None and storage.manifest is before:
+            assert_same(await engine.load("memory"), old)
 
 
 @given(sizes=sizes, seed=seeds, at_s=moments_s)
-def test_aborting_anywhere_leaves_nothing_behind(
+@in_virtual_time
+async def test_aborting_anywhere_leaves_nothing_behind(
     sizes: Sequence[int], seed: int, at_s: float
 ) -> None:
     """Whenever a handle is told to abort, the save ends without a trace or with its commit."""
-
-    async def scenario() -> None:
-        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
-        async with inline_engine({"memory": storage}) as engine:
-            handle = engine.save(random_state(sizes, seed), "memory")
-            await asyncio.sleep(at_s)
-            handle.abort()
-            try:
-                await handle
-            except SaveAbortedError:
-                assert storage.manifest is None
-            else:
-                assert storage.manifest is not None
-            assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=seed)
+    storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+    async with inline_engine({"memory": storage}) as engine:
+        handle = engine.save(random_state(sizes, seed), "memory")
+        await asyncio.sleep(at_s)
+        handle.abort()
+        try:
+            await handle
+        except SaveAbortedError:
+            assert storage.manifest is None
+        else:
+            assert storage.manifest is not None
+        assert_nothing_left(storage)
 
 
 @in_virtual_time
@@ -1007,31 +998,26 @@ async def test_real_writers_never_exceed_the_limit() -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(1000))
-def test_many_schedules_end_whole(seed: int) -> None:
+@in_virtual_time
+async def test_many_schedules_end_whole(seed: int) -> None:
     """A thousand schedules of saves that overlap, fail and are aborted leave nothing behind."""
-
-    async def scenario() -> None:
-        rng = virtual_loop().rng
-        storages = {
-            f"m{i}": MemoryStorage(f"m{i}", seed=seed + i, max_delay_s=0.05) for i in range(4)
-        }
-        async with inline_engine(storages) as engine:
-            handles = []
-            for storage in storages.values():
-                if rng.random() < 0.3:
-                    storage.fault = fail_at(rng.randrange(60))
-                nbytes = [rng.randrange(200 * KiB) for _ in range(rng.randrange(6))]
-                handles.append((storage, engine.save(random_state(nbytes, seed), storage.path)))
-                await asyncio.sleep(rng.random() / 10)
-            for _, handle in handles:
-                if rng.random() < 0.3:
-                    handle.abort()
-            for storage, handle in handles:
-                with contextlib.suppress(StorageError, SaveAbortedError):
-                    await handle
-                assert handle.done()
-                assert storage.leftovers() == []
-            for storage in storages.values():
-                assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=seed)
+    rng = virtual_loop().rng
+    storages = {f"m{i}": MemoryStorage(f"m{i}", seed=seed + i, max_delay_s=0.05) for i in range(4)}
+    async with inline_engine(storages) as engine:
+        handles = []
+        for storage in storages.values():
+            if rng.random() < 0.3:
+                storage.fault = fail_at(rng.randrange(60))
+            nbytes = [rng.randrange(200 * KiB) for _ in range(rng.randrange(6))]
+            handles.append((storage, engine.save(random_state(nbytes, seed), storage.path)))
+            await asyncio.sleep(rng.random() / 10)
+        for _, handle in handles:
+            if rng.random() < 0.3:
+                handle.abort()
+        for storage, handle in handles:
+            with contextlib.suppress(StorageError, SaveAbortedError):
+                await handle
+            assert handle.done()
+            assert storage.leftovers() == []
+        for storage in storages.values():
+            assert_nothing_left(storage)

@@ -113,26 +113,24 @@ def assert_quiet(storage: MemoryStorage) -> None:
 
 
 @given(sizes=sizes, seed=seeds)
-def test_the_copy_has_the_bytes_of_the_checkpoint(sizes: Sequence[int], seed: int) -> None:
+@in_virtual_time
+async def test_the_copy_has_the_bytes_of_the_checkpoint(sizes: Sequence[int], seed: int) -> None:
     """Manifest, file names and data; each tier loads; no note is left."""
     state = random_state(sizes, seed)
 
-    async def scenario() -> None:
-        storages = two(seed)
-        async with inline_engine(storages) as engine:
-            handle = engine.save(state, "near/a", then="far/a")
-            info = await handle
-            assert info.path == "near/a"
-            durable = await handle.durable
-            assert durable.path == "far/a"
-            assert durable.save_id == info.save_id == handle.save_id
-            assert durable.committed_s >= info.committed_s
-            assert durable.nbytes == info.nbytes
-            assert_alike(storages)
-            for path in storages:
-                assert_same(await engine.load(path), state)
-
-    run_virtual(scenario(), seed=seed)
+    storages = two(seed)
+    async with inline_engine(storages) as engine:
+        handle = engine.save(state, "near/a", then="far/a")
+        info = await handle
+        assert info.path == "near/a"
+        durable = await handle.durable
+        assert durable.path == "far/a"
+        assert durable.save_id == info.save_id == handle.save_id
+        assert durable.committed_s >= info.committed_s
+        assert durable.nbytes == info.nbytes
+        assert_alike(storages)
+        for path in storages:
+            assert_same(await engine.load(path), state)
 
 
 @in_virtual_time
@@ -195,35 +193,33 @@ async def test_the_place_of_the_checkpoint_is_no_second_tier() -> None:
 
 
 @given(seed=seeds, number=st.integers(0, 120))
-def test_a_failing_copy_leaves_the_first_tier(seed: int, number: int) -> None:
+@in_virtual_time
+async def test_a_failing_copy_leaves_the_first_tier(seed: int, number: int) -> None:
     """Whatever operation on the second tier fails: typed, by `durable`; and it is made up for."""
     state, log = random_state(SIZES, seed), EventLog()
 
-    async def scenario() -> None:
-        storages = two(seed)
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        far.fault = fail_at(number)
-        async with inline_engine(storages, SMALL, log) as engine:
-            handle = engine.save(state, "near/a", then="far/a")
-            await handle
-            try:
-                await handle.durable
-            except StorageError:
-                assert far.manifest is None
-                assert list(near.notes) == [handle.save_id]
-                (failed,) = log.of(CopyFailed)
-                assert (failed.path, failed.to) == ("near/a", "far/a")
-            else:
-                assert len(far.operations) <= number
-            assert_same(await engine.load("near/a"), state)
-            for storage in (near, far):
-                assert_quiet(storage)
-            far.fault = None
-            made = await engine.finish_copies("near")
-            assert made in ((), ("far/a",))
-            assert_alike(storages)
-
-    run_virtual(scenario(), seed=seed)
+    storages = two(seed)
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    far.fault = fail_at(number)
+    async with inline_engine(storages, SMALL, log) as engine:
+        handle = engine.save(state, "near/a", then="far/a")
+        await handle
+        try:
+            await handle.durable
+        except StorageError:
+            assert far.manifest is None
+            assert list(near.notes) == [handle.save_id]
+            (failed,) = log.of(CopyFailed)
+            assert (failed.path, failed.to) == ("near/a", "far/a")
+        else:
+            assert len(far.operations) <= number
+        assert_same(await engine.load("near/a"), state)
+        for storage in (near, far):
+            assert_quiet(storage)
+        far.fault = None
+        made = await engine.finish_copies("near")
+        assert made in ((), ("far/a",))
+        assert_alike(storages)
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -408,29 +404,27 @@ async def test_a_copy_that_fails_says_what_stays(error: CheckpointError) -> None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_newest_state_is_what_stays_at_the_second_tier(seed: int) -> None:
+@in_virtual_time
+async def test_the_newest_state_is_what_stays_at_the_second_tier(seed: int) -> None:
     """Copies to one place come one after the other; one that was overtaken says so."""
-
-    async def scenario() -> None:
-        storages = two(seed)
-        async with inline_engine(storages) as engine:
-            handles = []
-            for i in range(4):
-                state = filled_state(SIZES, i)
-                handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
-                await handles[-1].staged
-            for handle in handles[:-1]:
-                with contextlib.suppress(CheckpointChangedError):
-                    await handle.durable
-            await handles[-1].durable
-            assert_same(await engine.load("far/a"), filled_state(SIZES, 3))
-        assert_alike(storages)
-
-    run_virtual(scenario(), seed=seed)
+    storages = two(seed)
+    async with inline_engine(storages) as engine:
+        handles = []
+        for i in range(4):
+            state = filled_state(SIZES, i)
+            handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
+            await handles[-1].staged
+        for handle in handles[:-1]:
+            with contextlib.suppress(CheckpointChangedError):
+                await handle.durable
+        await handles[-1].durable
+        assert_same(await engine.load("far/a"), filled_state(SIZES, 3))
+    assert_alike(storages)
 
 
 @given(seed=seeds, limit=st.integers(1, 3), num_slabs=st.integers(1, 8))
-def test_copies_wait_for_their_turn_and_nobody_for_them(
+@in_virtual_time
+async def test_copies_wait_for_their_turn_and_nobody_for_them(
     seed: int, limit: int, num_slabs: int
 ) -> None:
     """No more than `max_tier_copies` at a time; saves commit meanwhile; an event says so."""
@@ -445,57 +439,54 @@ def test_copies_wait_for_their_turn_and_nobody_for_them(
         most = max(most, now)
         log(event)  # type: ignore[arg-type]  # it is an event
 
-    async def scenario() -> None:
-        storages: dict[str, Storage] = {}
-        for i in range(5):
-            storages[f"near/{i}"] = MemoryStorage(f"near/{i}", seed=seed + i)
-            storages[f"far/{i}"] = MemoryStorage(f"far/{i}", seed=seed - i, max_delay_s=5.0)
-        async with inline_engine(storages, config, watch) as engine:
-            handles = [
-                engine.save(random_state(SIZES, i), f"near/{i}", then=f"far/{i}") for i in range(5)
-            ]
-            for handle in handles:
-                await handle
-            assert not handles[-1].durable.done()
-            for handle in handles:
-                await handle.durable
-            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
-        for i in range(5):
-            assert_alike(storages, f"near/{i}", f"far/{i}")
-
-    run_virtual(scenario(), seed=seed)
+    storages: dict[str, Storage] = {}
+    for i in range(5):
+        storages[f"near/{i}"] = MemoryStorage(f"near/{i}", seed=seed + i)
+        storages[f"far/{i}"] = MemoryStorage(f"far/{i}", seed=seed - i, max_delay_s=5.0)
+    async with inline_engine(storages, config, watch) as engine:
+        handles = [
+            engine.save(random_state(SIZES, i), f"near/{i}", then=f"far/{i}") for i in range(5)
+        ]
+        for handle in handles:
+            await handle
+        assert not handles[-1].durable.done()
+        for handle in handles:
+            await handle.durable
+        assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+    for i in range(5):
+        assert_alike(storages, f"near/{i}", f"far/{i}")
     assert most == limit
     assert log.of(CopyQueued)
     assert len(log.of(SaveCommitted)) == 5
 
 
 @given(seed=seeds, at_s=st.floats(0, 2.0))
-def test_stopping_anywhere_leaves_a_copy_that_is_finished_later(seed: int, at_s: float) -> None:
+@in_virtual_time
+async def test_stopping_anywhere_leaves_a_copy_that_is_finished_later(
+    seed: int, at_s: float
+) -> None:
     """Whenever the handle is told to abort: the first tier is whole or empty, then both are."""
     state = random_state(SIZES, seed)
 
-    async def scenario() -> None:
-        storages = two(seed)
-        near, far = memory(storages, "near/a"), memory(storages, "far/a")
-        async with inline_engine(storages) as engine:
-            handle = engine.save(state, "near/a", then="far/a")
-            await asyncio.sleep(at_s)
-            handle.abort()
-            with contextlib.suppress(SaveAbortedError):
-                await handle
-            with contextlib.suppress(SaveAbortedError):
-                await handle.durable
-            if near.manifest is None:
-                assert (near.files, near.notes, far.files) == ({}, {}, {})
-            elif far.manifest is None:
-                assert list(near.notes) == [handle.save_id]
-                assert await engine.finish_copies("near/a") == ("far/a",)
-            for storage in (near, far):
-                assert_quiet(storage)
-        if near.manifest is not None:
-            assert_alike(storages)
-
-    run_virtual(scenario(), seed=seed)
+    storages = two(seed)
+    near, far = memory(storages, "near/a"), memory(storages, "far/a")
+    async with inline_engine(storages) as engine:
+        handle = engine.save(state, "near/a", then="far/a")
+        await asyncio.sleep(at_s)
+        handle.abort()
+        with contextlib.suppress(SaveAbortedError):
+            await handle
+        with contextlib.suppress(SaveAbortedError):
+            await handle.durable
+        if near.manifest is None:
+            assert (near.files, near.notes, far.files) == ({}, {}, {})
+        elif far.manifest is None:
+            assert list(near.notes) == [handle.save_id]
+            assert await engine.finish_copies("near/a") == ("far/a",)
+        for storage in (near, far):
+            assert_quiet(storage)
+    if near.manifest is not None:
+        assert_alike(storages)
 
 
 @in_virtual_time

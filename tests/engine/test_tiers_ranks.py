@@ -86,32 +86,30 @@ def test_each_rank_copies_what_it_wrote(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_saves_in_a_row_are_copied_with_one_place_for_copies(seed: int) -> None:
+@in_virtual_time
+async def test_saves_in_a_row_are_copied_with_one_place_for_copies(seed: int) -> None:
     """Ranks take places in one order: none waits for another that waits for it."""
     far = MemoryStorage("far", seed=seed, max_delay_s=0.5)
 
-    async def scenario() -> None:
-        config = config_with(max_tier_copies=1)
-        async with job(NUM_RANKS, config=config, seed=seed, far=far) as ranks:
+    config = config_with(max_tier_copies=1)
+    async with job(NUM_RANKS, config=config, seed=seed, far=far) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                handles = []
-                for _ in range(3):
-                    handle = engine.save(state_of(rank), "memory", overwrite=True, then="far")
-                    handles.append(handle)
-                    await handle
-                for handle in handles[:-1]:
-                    try:
-                        await handle.durable
-                    except (RankError, StorageError):  # overtaken
-                        continue
-                await handles[-1].durable
+        async def body(rank: int, engine: Engine) -> None:
+            handles = []
+            for _ in range(3):
+                handle = engine.save(state_of(rank), "memory", overwrite=True, then="far")
+                handles.append(handle)
+                await handle
+            for handle in handles[:-1]:
+                try:
+                    await handle.durable
+                except (RankError, StorageError):  # overtaken
+                    continue
+            await handles[-1].durable
 
-            await ranks.all(body)
-            assert ranks.place.manifest == far.manifest
-            assert ranks.place.files == far.files
-
-    run_virtual(scenario(), seed=seed)
+        await ranks.all(body)
+        assert ranks.place.manifest == far.manifest
+        assert ranks.place.files == far.files
 
 
 @in_virtual_time
@@ -505,38 +503,36 @@ def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_that_are_ahead_of_the_first_one_upload_to_an_object_store(seed: int) -> None:
+@in_virtual_time
+async def test_ranks_that_are_ahead_of_the_first_one_upload_to_an_object_store(seed: int) -> None:
     """Their uploads were begun before it has: none of them is left over."""
     num_rows = 200_000
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        async with job(NUM_RANKS, seed=seed) as ranks:
-            for rank, engine in enumerate(ranks.engines):
-                store = MemoryStore(bucket, seed=seed * NUM_RANKS + rank, max_delay_s=0.1)
-                far = object_storage(store, url="memory://far")
-                core = engine._core
-                assert isinstance(core, InlineCore)
-                core.use_storages({"memory": ranks.storages[rank], "far": far})
+    bucket = MemoryBucket()
+    async with job(NUM_RANKS, seed=seed) as ranks:
+        for rank, engine in enumerate(ranks.engines):
+            store = MemoryStore(bucket, seed=seed * NUM_RANKS + rank, max_delay_s=0.1)
+            far = object_storage(store, url="memory://far")
+            core = engine._core
+            assert isinstance(core, InlineCore)
+            core.use_storages({"memory": ranks.storages[rank], "far": far})
 
-            async def body(rank: int, engine: Engine) -> None:
-                whole = torch.arange(NUM_RANKS * num_rows, dtype=torch.float32)
-                rows = Shard(
-                    whole[num_rows * rank : num_rows * (rank + 1)].clone(),
-                    global_shape=(NUM_RANKS * num_rows,),
-                    global_offset=(num_rows * rank,),
-                )
-                handle = engine.save({"rows": rows}, "memory", then="far")
-                await handle
-                assert (await handle.durable).path == "memory://far"
-                assert torch.equal((await engine.load("far"))["rows"], whole)
+        async def body(rank: int, engine: Engine) -> None:
+            whole = torch.arange(NUM_RANKS * num_rows, dtype=torch.float32)
+            rows = Shard(
+                whole[num_rows * rank : num_rows * (rank + 1)].clone(),
+                global_shape=(NUM_RANKS * num_rows,),
+                global_offset=(num_rows * rank,),
+            )
+            handle = engine.save({"rows": rows}, "memory", then="far")
+            await handle
+            assert (await handle.durable).path == "memory://far"
+            assert torch.equal((await engine.load("far"))["rows"], whole)
 
-            await ranks.all(body)
-        sizes = [len(bucket.find(key).data) for key in bucket.keys if "/data-" in key]
-        assert len(sizes) == NUM_RANKS
-        assert min(sizes) > SMALL.slab_nbytes  # in parts, then
-
-    run_virtual(scenario(), seed=seed)
+        await ranks.all(body)
+    sizes = [len(bucket.find(key).data) for key in bucket.keys if "/data-" in key]
+    assert len(sizes) == NUM_RANKS
+    assert min(sizes) > SMALL.slab_nbytes  # in parts, then
 
 
 @in_virtual_time

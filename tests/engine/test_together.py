@@ -96,33 +96,31 @@ async def save_all(job: Job, full: dict[str, torch.Tensor], **options: Any) -> l
 
 
 @given(seed=seeds, saved=st.integers(1, 5), loaded=st.integers(1, 5))
-def test_a_state_comes_back_at_any_number_of_ranks(seed: int, saved: int, loaded: int) -> None:
+@in_virtual_time
+async def test_a_state_comes_back_at_any_number_of_ranks(
+    seed: int, saved: int, loaded: int
+) -> None:
     """What any number of ranks saved, any number loads, spread in another way."""
     full = full_state(seed)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(saved, place, seed=seed) as ranks:
-            infos = await save_all(ranks, full)
-            assert len({(i.nbytes, i.num_files, i.num_tensors, i.save_id) for i in infos}) == 1
-            written = [storage.counts.written_nbytes for storage in ranks.storages]
-            assert sum(written) == infos[0].nbytes
-        assert place.leftovers() == []
-        async with job(loaded, place, seed=seed + 1) as ranks:
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(saved, place, seed=seed) as ranks:
+        infos = await save_all(ranks, full)
+        assert len({(i.nbytes, i.num_files, i.num_tensors, i.save_id) for i in infos}) == 1
+        written = [storage.counts.written_nbytes for storage in ranks.storages]
+        assert sum(written) == infos[0].nbytes
+    assert place.leftovers() == []
+    async with job(loaded, place, seed=seed + 1) as ranks:
 
-            async def body(rank: int, engine: Engine) -> None:
-                target = target_of(full, rank, loaded)
-                await engine.load(
-                    "memory", into=target, strict="raise" if rank < saved else "ignore"
-                )
-                assert_loaded(target, full)
-                assert target["rng"].value["seed"] == (rank if rank < saved else -1)
+        async def body(rank: int, engine: Engine) -> None:
+            target = target_of(full, rank, loaded)
+            await engine.load("memory", into=target, strict="raise" if rank < saved else "ignore")
+            assert_loaded(target, full)
+            assert target["rng"].value["seed"] == (rank if rank < saved else -1)
 
-            await ranks.all(body)
-            reads = [storage.counts.num_manifest_reads for storage in ranks.storages]
-            assert reads == [1] + [0] * (loaded - 1)
-
-    run_virtual(scenario(), seed=seed)
+        await ranks.all(body)
+        reads = [storage.counts.num_manifest_reads for storage in ranks.storages]
+        assert reads == [1] + [0] * (loaded - 1)
 
 
 @in_virtual_time
@@ -149,35 +147,33 @@ async def test_a_cache_that_is_trusted_for_long_hides_no_save_of_its_own_job() -
 
 
 @given(seed=seeds, changed=st.sets(st.integers(0, 3), min_size=1))
-def test_a_rank_that_changes_alone_is_planned_anew(seed: int, changed: set[int]) -> None:
+@in_virtual_time
+async def test_a_rank_that_changes_alone_is_planned_anew(seed: int, changed: set[int]) -> None:
     """Tensors that some ranks have since the last save are saved, the others' too."""
     full = full_state(seed)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(4, place, seed=seed) as ranks:
-            await save_all(ranks, full)
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(4, place, seed=seed) as ranks:
+        await save_all(ranks, full)
 
-            async def body(rank: int, engine: Engine) -> None:
-                state = part_of(full, rank, 4)
-                if rank in changed:
-                    state["new"] = torch.arange(50)
-                    state[f"own{rank}"] = torch.full((3,), rank)
-                for _ in range(2):
-                    await engine.save(state, "memory", overwrite=True)
+        async def body(rank: int, engine: Engine) -> None:
+            state = part_of(full, rank, 4)
+            if rank in changed:
+                state["new"] = torch.arange(50)
+                state[f"own{rank}"] = torch.full((3,), rank)
+            for _ in range(2):
+                await engine.save(state, "memory", overwrite=True)
 
-            await ranks.all(body)
-            assert num_rounds(ranks.ranks) == 2 + 2 + 1
-        assert place.leftovers() == []
-        async with inline_engine({"memory": place}) as engine:
-            loaded = await engine.load("memory")
-            for name, tensor in full.items():
-                assert torch.equal(loaded[name], tensor)
-            assert torch.equal(loaded["new"], torch.arange(50))
-            for rank in changed:
-                assert torch.equal(loaded[f"own{rank}"], torch.full((3,), rank))
-
-    run_virtual(scenario(), seed=seed)
+        await ranks.all(body)
+        assert num_rounds(ranks.ranks) == 2 + 2 + 1
+    assert place.leftovers() == []
+    async with inline_engine({"memory": place}) as engine:
+        loaded = await engine.load("memory")
+        for name, tensor in full.items():
+            assert torch.equal(loaded[name], tensor)
+        assert torch.equal(loaded["new"], torch.arange(50))
+        for rank in changed:
+            assert torch.equal(loaded[f"own{rank}"], torch.full((3,), rank))
 
 
 @in_virtual_time
@@ -363,31 +359,31 @@ async def test_a_state_that_one_rank_cannot_save_fails_on_all() -> None:
 
 
 @given(seed=seeds, rank=st.integers(0, 3), number=st.integers(0, 60))
-def test_a_failure_anywhere_ends_the_save_everywhere(seed: int, rank: int, number: int) -> None:
+@in_virtual_time
+async def test_a_failure_anywhere_ends_the_save_everywhere(
+    seed: int, rank: int, number: int
+) -> None:
     """Whatever storage operation fails on whatever rank: all or nothing, on all ranks."""
     full = full_state(seed)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
-        async with job(4, place, seed=seed) as ranks:
-            await save_all(ranks, full)
-            before = place.manifest
-            ranks.storages[rank].fault = fail_at(
-                number + len(ranks.storages[rank].operations), OSError(5, "broken")
-            )
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+    async with job(4, place, seed=seed) as ranks:
+        await save_all(ranks, full)
+        before = place.manifest
+        ranks.storages[rank].fault = fail_at(
+            number + len(ranks.storages[rank].operations), OSError(5, "broken")
+        )
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
 
-            results = await ranks.each(body)
-            if place.manifest == before:
-                assert all(isinstance(result, RankError) for result in results)
-                assert len({str(result) for result in results}) == 1
-            else:
-                assert results == [None] * 4
-        assert place.leftovers() == []
-
-    run_virtual(scenario(), seed=seed)
+        results = await ranks.each(body)
+        if place.manifest == before:
+            assert all(isinstance(result, RankError) for result in results)
+            assert len({str(result) for result in results}) == 1
+        else:
+            assert results == [None] * 4
+    assert place.leftovers() == []
 
 
 @given(
@@ -396,42 +392,40 @@ def test_a_failure_anywhere_ends_the_save_everywhere(seed: int, rank: int, numbe
     at_s=st.floats(0, 0.5),
     how=st.sampled_from(["kill", "freeze"]),
 )
-def test_a_lost_rank_ends_the_save_on_the_others(
+@in_virtual_time
+async def test_a_lost_rank_ends_the_save_on_the_others(
     seed: int, rank: int, at_s: float, how: str
 ) -> None:
     """A rank that dies or freezes at any moment: the others raise in time, or all is saved."""
     full = full_state(seed)
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
-        async with job(4, place, seed=seed) as ranks:
-            await save_all(ranks, full)
-            before = place.manifest
+    place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+    async with job(4, place, seed=seed) as ranks:
+        await save_all(ranks, full)
+        before = place.manifest
 
-            async def end() -> None:
-                await asyncio.sleep(at_s)
-                getattr(ranks.ranks, how)(rank)
+        async def end() -> None:
+            await asyncio.sleep(at_s)
+            getattr(ranks.ranks, how)(rank)
 
-            async def body(rank: int, engine: Engine) -> None:
-                await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
+        async def body(rank: int, engine: Engine) -> None:
+            await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
 
-            async with asyncio.TaskGroup() as group:
-                ending = group.create_task(end(), name="end")
-                results = await ranks.each(body)
-                if place.manifest == before:
-                    others = [result for i, result in enumerate(results) if i != rank]
-                    assert all(isinstance(error, PeerLostError) for error in others)
-                    assert all(rank in error.ranks for error in others)  # type: ignore[union-attr]  # as above
-                    assert asyncio.get_running_loop().time() < 30
-                else:
-                    saved = [i for i, result in enumerate(results) if result is None]
-                    assert set(saved) >= {0, 1, 2, 3} - {rank}
-                await ending
-        async with inline_engine({"memory": place}) as engine:
-            loaded = await engine.load("memory")
-            assert all(torch.equal(loaded[name], tensor) for name, tensor in full.items())
-
-    run_virtual(scenario(), seed=seed)
+        async with asyncio.TaskGroup() as group:
+            ending = group.create_task(end(), name="end")
+            results = await ranks.each(body)
+            if place.manifest == before:
+                others = [result for i, result in enumerate(results) if i != rank]
+                assert all(isinstance(error, PeerLostError) for error in others)
+                assert all(rank in error.ranks for error in others)  # type: ignore[union-attr]  # as above
+                assert asyncio.get_running_loop().time() < 30
+            else:
+                saved = [i for i, result in enumerate(results) if result is None]
+                assert set(saved) >= {0, 1, 2, 3} - {rank}
+            await ending
+    async with inline_engine({"memory": place}) as engine:
+        loaded = await engine.load("memory")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in full.items())
 
 
 @given(seed=seeds, rank=st.integers(0, 2), at_s=st.floats(0, 0.5))

@@ -39,6 +39,7 @@ from tests.rig import (
     read_files,
     write_files,
 )
+from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
@@ -1235,24 +1236,21 @@ def test_a_host_that_no_manifest_takes_fails_the_save() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_two_jobs_that_race_one_commits(seed: int) -> None:
+@in_virtual_time
+async def test_of_two_jobs_that_race_one_commits(seed: int) -> None:
     """Every rank of the other is told so by the error that says it, as a process alone is."""
+    place = MemoryStorage("memory", seed=seed)
+    async with job(2, place, seed=seed) as one, job(2, place, seed=seed + 100) as other:
 
-    async def scenario() -> None:
-        place = MemoryStorage("memory", seed=seed)
-        async with job(2, place, seed=seed) as one, job(2, place, seed=seed + 100) as other:
+        async def save(rank: int, engine: Engine) -> None:
+            await engine.save(own_state(rank), "memory")
 
-            async def save(rank: int, engine: Engine) -> None:
-                await engine.save(own_state(rank), "memory")
-
-            ends = await asyncio.gather(one.each(save), other.each(save))
-            lost, won = sorted(ends, key=lambda end: end == [None, None])
-            assert won == [None, None]
-            assert {type(error) for error in lost} <= {CommitConflictError, CheckpointExistsError}
-            assert len({type(error) for error in lost}) == 1
-            assert (await one.engines[0].verify("memory")).is_whole
-
-    run_virtual(scenario(), seed=seed)
+        ends = await asyncio.gather(one.each(save), other.each(save))
+        lost, won = sorted(ends, key=lambda end: end == [None, None])
+        assert won == [None, None]
+        assert {type(error) for error in lost} <= {CommitConflictError, CheckpointExistsError}
+        assert len({type(error) for error in lost}) == 1
+        assert (await one.engines[0].verify("memory")).is_whole
 
 
 @pytest.mark.parametrize("way", ["one save more", "another path", "a load"])

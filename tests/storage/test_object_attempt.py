@@ -156,72 +156,63 @@ async def race(
 
 @pytest.mark.parametrize("num", [2, 8, 32])
 @pytest.mark.parametrize("seed", range(5))
-def test_of_any_number_of_writers_one_wins(num: int, seed: int) -> None:
+@in_virtual_time
+async def test_of_any_number_of_writers_one_wins(num: int, seed: int) -> None:
     """The others are told so, and leave nothing."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        ends = await race(bucket, num, ATOMIC, seed, overwrite=False, faults=0)
-        assert sorted(ends.values()) == ["lost"] * (num - 1) + ["won"]
-        won = winner(bucket)
-        assert won is not None
-        assert ends[won] == "won"
-        assert bucket.keys == keys_of(won, 5000)
-
-    run_virtual(scenario(), seed=seed)
+    bucket = MemoryBucket()
+    ends = await race(bucket, num, ATOMIC, seed, overwrite=False, faults=0)
+    assert sorted(ends.values()) == ["lost"] * (num - 1) + ["won"]
+    won = winner(bucket)
+    assert won is not None
+    assert ends[won] == "won"
+    assert bucket.keys == keys_of(won, 5000)
 
 
 @pytest.mark.parametrize("num", [2, 8, 32])
 @pytest.mark.parametrize("seed", range(5))
-def test_writers_that_replace_a_checkpoint_replace_it_whole(num: int, seed: int) -> None:
+@in_virtual_time
+async def test_writers_that_replace_a_checkpoint_replace_it_whole(num: int, seed: int) -> None:
     """One of those that won is there, and nothing of the others or of what they replaced."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        assert await save(bucket, "f" * 32, 100, 200) == "won"
-        ends = await race(bucket, num, ATOMIC, seed, overwrite=True, faults=0)
-        assert set(ends.values()) <= {"won", "lost"}
-        won = winner(bucket)
-        assert won is not None
-        assert ends[won] == "won"
-        assert bucket.keys == keys_of(won, 5000)
-
-    run_virtual(scenario(), seed=seed)
+    bucket = MemoryBucket()
+    assert await save(bucket, "f" * 32, 100, 200) == "won"
+    ends = await race(bucket, num, ATOMIC, seed, overwrite=True, faults=0)
+    assert set(ends.values()) <= {"won", "lost"}
+    won = winner(bucket)
+    assert won is not None
+    assert ends[won] == "won"
+    assert bucket.keys == keys_of(won, 5000)
 
 
 @pytest.mark.parametrize("traits", [ATOMIC, CREATES, PLAIN], ids=["atomic", "create", "none"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @given(seed=seeds, num=st.integers(2, 12), faults=st.sampled_from([0.0, 0.1, 0.3]))
-def test_what_is_there_is_whole_whatever_becomes_of_requests(
+@in_virtual_time
+async def test_what_is_there_is_whole_whatever_becomes_of_requests(
     traits: StoreTraits, seed: int, num: int, faults: float, *, overwrite: bool
 ) -> None:
     """Also when late requests land; and no one is told to have won who has lost."""
-
-    async def scenario() -> None:
-        bucket = MemoryBucket()
+    bucket = MemoryBucket()
+    if overwrite:
+        assert await save(bucket, "f" * 32, 100, 200) == "won"
+    ends = await race(bucket, num, traits, seed, overwrite=overwrite, faults=faults)
+    for _ in range(2):
+        won = winner(bucket)
         if overwrite:
-            assert await save(bucket, "f" * 32, 100, 200) == "won"
-        ends = await race(bucket, num, traits, seed, overwrite=overwrite, faults=faults)
-        for _ in range(2):
-            won = winner(bucket)
-            if overwrite:
-                assert won is not None
-            if won in ends and faults == 0:
-                assert ends[won] == "won"
-            elif won in ends:
-                assert ends[won] in ("won", "in doubt")
-            winners = [save_id for save_id, end in ends.items() if end == "won"]
-            if traits is ATOMIC or (traits is CREATES and not overwrite):
-                assert overwrite or len(winners) <= 1
-                assert overwrite or not winners or winners == [won]
-                assert faults > 0 or winners
-            await asyncio.sleep(300)
-        await asyncio.sleep(7300)
-        assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
-        assert bucket.keys == keys_of(C, 10)
-        assert bucket.open_uploads == {}
-
-    run_virtual(scenario(), seed=seed)
+            assert won is not None
+        if won in ends and faults == 0:
+            assert ends[won] == "won"
+        elif won in ends:
+            assert ends[won] in ("won", "in doubt")
+        winners = [save_id for save_id, end in ends.items() if end == "won"]
+        if traits is ATOMIC or (traits is CREATES and not overwrite):
+            assert overwrite or len(winners) <= 1
+            assert overwrite or not winners or winners == [won]
+            assert faults > 0 or winners
+        await asyncio.sleep(300)
+    await asyncio.sleep(7300)
+    assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
+    assert bucket.keys == keys_of(C, 10)
+    assert bucket.open_uploads == {}
 
 
 @pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])

@@ -522,32 +522,30 @@ def test_aborting_at_any_request_leaves_nothing(
     num_saves=st.integers(1, 3),
     in_order=st.booleans(),
 )
-def test_a_pool_of_one_slab_is_enough(
+@in_virtual_time
+async def test_a_pool_of_one_slab_is_enough(
     sizes: list[int], seed: int, num_slabs: int, num_saves: int, *, in_order: bool
 ) -> None:
     """However small the pool, and whoever comes first, parts that come in order do come."""
     config = config_with(pool_nbytes=num_slabs * 64 * KiB, max_requests=2, max_saves=3)
     assert config.num_slabs == num_slabs
 
-    async def scenario() -> None:
-        bucket = MemoryBucket()
-        traits = StoreTraits(conditional="atomic", in_order=in_order)
-        store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, traits=traits)
-        storages = {
-            f"c{i}": object_storage(store, url=f"memory://run/step-{i}", config=config)
-            for i in range(num_saves)
-        }
-        states = {path: random_state(sizes, seed=i) for i, path in enumerate(storages)}
-        async with inline_engine(storages, config) as engine:
-            handles = [engine.save(state, path) for path, state in states.items()]
-            for handle in handles:
-                await handle
-            for path, state in states.items():
-                assert_same(await engine.load(path), state)
-            assert engine.statistics().peak_leased_nbytes <= num_slabs * 64 * KiB
-        assert store.peak_requests <= 2 * num_saves
-
-    run_virtual(scenario(), seed=seed)
+    bucket = MemoryBucket()
+    traits = StoreTraits(conditional="atomic", in_order=in_order)
+    store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, traits=traits)
+    storages = {
+        f"c{i}": object_storage(store, url=f"memory://run/step-{i}", config=config)
+        for i in range(num_saves)
+    }
+    states = {path: random_state(sizes, seed=i) for i, path in enumerate(storages)}
+    async with inline_engine(storages, config) as engine:
+        handles = [engine.save(state, path) for path, state in states.items()]
+        for handle in handles:
+            await handle
+        for path, state in states.items():
+            assert_same(await engine.load(path), state)
+        assert engine.statistics().peak_leased_nbytes <= num_slabs * 64 * KiB
+    assert store.peak_requests <= 2 * num_saves
 
 
 @in_virtual_time

@@ -126,30 +126,27 @@ def test_the_log_says_nothing_of_what_waits_for_its_turn(caplog: pytest.LogCaptu
 
 
 @given(num_failures=st.integers(0, 12), max_retries=st.integers(1, 8), seed=seeds)
-def test_what_may_get_better_is_tried_again_as_often_as_allowed(
+@in_virtual_time
+async def test_what_may_get_better_is_tried_again_as_often_as_allowed(
     num_failures: int, max_retries: int, seed: int
 ) -> None:
     """Each further try is an event; when the budget is spent the error names the object."""
-
-    async def scenario() -> None:
-        log = EventLog()
-        run = requests(log, seed=seed, max_retries=max_retries)
-        request = failing(*[TransientError("no luck")] * num_failures)
-        if num_failures <= max_retries:
-            assert await run.run("write", "run/a", request) == "done"
-        else:
-            with pytest.raises(StorageError, match="cannot write 'run/a': no luck") as caught:
-                await run.run("write", "run/a", request)
-            assert isinstance(caught.value.__cause__, TransientError)
-        events = log.of(RequestRetried)
-        assert [event.num_tries for event in events] == [
-            number + 1 for number in range(min(num_failures, max_retries))
-        ]
-        for event in events:
-            assert (event.operation, event.object) == ("write", "run/a")
-            assert 0 <= event.wait_s <= min(20.0, 0.1 * 2**event.num_tries)
-
-    run_virtual(scenario(), seed=seed)
+    log = EventLog()
+    run = requests(log, seed=seed, max_retries=max_retries)
+    request = failing(*[TransientError("no luck")] * num_failures)
+    if num_failures <= max_retries:
+        assert await run.run("write", "run/a", request) == "done"
+    else:
+        with pytest.raises(StorageError, match="cannot write 'run/a': no luck") as caught:
+            await run.run("write", "run/a", request)
+        assert isinstance(caught.value.__cause__, TransientError)
+    events = log.of(RequestRetried)
+    assert [event.num_tries for event in events] == [
+        number + 1 for number in range(min(num_failures, max_retries))
+    ]
+    for event in events:
+        assert (event.operation, event.object) == ("write", "run/a")
+        assert 0 <= event.wait_s <= min(20.0, 0.1 * 2**event.num_tries)
 
 
 def test_waits_are_drawn() -> None:
