@@ -166,11 +166,8 @@ class Engine(Gauges):
         types: Collection[type] = (),
     ) -> T:
         """Load a state; see `ckptio.Engine.load`."""
-        from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
-
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        load = load_flow(self._core, path, asked, then)
-        state: T = drive_blocking(self._core, load, load_name(path)).state
+        state: T = self._load(path, asked, then).state
         return state
 
     def load_with_report(
@@ -186,9 +183,13 @@ class Engine(Gauges):
         types: Collection[type] = (),
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
+        return self._load(
+            path, Asked(into, device, dtype, select, strict, types, reports=True), then
+        )
+
+    def _load(self, path: PathLike, asked: Asked, then: PathLike | None) -> LoadResult:
         from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
-        asked = Asked(into, device, dtype, select, strict, types, reports=True)
         load = load_flow(self._core, path, asked, then)
         return drive_blocking(self._core, load, load_name(path))
 

@@ -6,10 +6,11 @@ several threads at once. The engine has its own loop either way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ckptio.blocking import Engine
 from ckptio.checkpointer.blocking import Checkpointer
+from ckptio.engine.asked import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -118,18 +119,10 @@ def load(
     ranks: RanksLike = "auto",
 ) -> T:
     """Load a state; see `ckptio.load`."""
+    asked = Asked(into, device, dtype, select, strict, types, reports=False)
     with Engine(config, observer=observer, ranks=ranks) as engine:
-        state = engine.load(
-            path,
-            into,
-            then=then,
-            device=device,
-            dtype=dtype,
-            select=select,
-            strict=strict,
-            types=types,
-        )
-        return cast("T", state)  # `None` without a target alone, of which nothing is known
+        state: T = engine._load(path, asked, then).state  # noqa: SLF001  # two faces of one call
+        return state
 
 
 def load_with_report(
@@ -147,17 +140,9 @@ def load_with_report(
     ranks: RanksLike = "auto",
 ) -> LoadResult:
     """Load a state and say what was found; see `ckptio.load_with_report`."""
+    asked = Asked(into, device, dtype, select, strict, types, reports=True)
     with Engine(config, observer=observer, ranks=ranks) as engine:
-        return engine.load_with_report(
-            path,
-            into,
-            then=then,
-            device=device,
-            dtype=dtype,
-            select=select,
-            strict=strict,
-            types=types,
-        )
+        return engine._load(path, asked, then)  # noqa: SLF001  # as above
 
 
 def load_slice(
