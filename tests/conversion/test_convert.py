@@ -73,6 +73,7 @@ def test_a_state_survives_every_way(kind: str, tmp_path: Path) -> None:
     source = save_as(kind, tmp_path / "source", state)
     sync.convert(source, tmp_path / "ours", to="ckptio", config=SMALL)
     assert sync.verify(tmp_path / "ours", config=SMALL).is_whole
+    assert all(load_file(path) for path in (tmp_path / "ours").glob("data-*"))
     assert_same_state(sync.load(tmp_path / "ours", config=SMALL), state)
     report = sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
     assert report.num_tensors == len(state["model"]) + 2
@@ -382,13 +383,15 @@ def test_a_smaller_checkpoint_of_dcp_leaves_nothing_of_a_larger_one(tmp_path: Pa
     """Of the files that DCP's writer writes; others stay, as does nothing of a failure."""
     save_dcp(tmp_path / "dcp", {"x": torch.ones(9), "y": torch.ones(9)})
     (tmp_path / "dcp" / "__7_3.distcp").write_bytes(b"of another rank")
+    (tmp_path / "dcp" / "__7_4.distcp").mkdir()  # what cannot be removed is in nobody's way
     (tmp_path / "dcp" / "notes.txt").write_bytes(b"of the user")
     source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
     report = sync.convert(source, tmp_path / "dcp", to="dcp", overwrite=True, config=SMALL)
     names = [file.name for file in report.files]
     assert names[0] == ".metadata"
     assert re.fullmatch(r"__0_\d{18}\.distcp", names[1])
-    assert set(os.listdir(tmp_path / "dcp")) == {*names, "notes.txt"}
+    assert not any(file.was_there for file in report.files)
+    assert set(os.listdir(tmp_path / "dcp")) == {*names, "notes.txt", "__7_4.distcp"}
     target = {"x": torch.ones(2)}
     load_dcp(tmp_path / "dcp", target)
     assert not target["x"].any()
@@ -552,8 +555,11 @@ def test_a_directory_in_the_place_of_a_file_is_called_one(
     """It is no checkpoint to pass overwrite=True for, and stays."""
     source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
     (tmp_path / "run" / "notes").mkdir(parents=True)
-    with pytest.raises(StorageError, match="a directory is here; give the path of a file"):
+    with pytest.raises(
+        StorageError, match="a directory is here; give the path of a file"
+    ) as caught:
         sync.convert(source, tmp_path / "run", to="safetensors", overwrite=overwrite, config=SMALL)
+    assert caught.value.errno == errno.EISDIR
     assert os.listdir(tmp_path / "run") == ["notes"]
 
 
@@ -609,8 +615,11 @@ def test_what_is_there_stays_unless_it_may_go(to: Any, tmp_path: Path) -> None:
     other = save_as("ours", tmp_path / "other", {"x": torch.zeros(5)})
     target = tmp_path / "target"
     sync.convert(other, target, to=to, config=SMALL)
-    with pytest.raises(CheckpointExistsError):
-        sync.convert(source, target, to=to, config=SMALL)
+    told: list[tuple[int, int]] = []
+    with pytest.raises(CheckpointExistsError, match="pass overwrite=True") as refused:
+        sync.convert(source, target, to=to, config=SMALL, progress=lambda *n: told.append(n))
+    assert "not written to its end" not in str(refused.value)
+    assert not told
     (data,) = source.glob("data-*")
     raw = bytearray(data.read_bytes())
     raw[9000] ^= 1
@@ -867,7 +876,7 @@ def test_parts_cover_a_tensor_in_its_order() -> None:
 def test_progress_ends_with_all_bytes(to: Format, tmp_path: Path) -> None:
     """Those of what is read once for several views, and of files that are there, are counted."""
     base, tied = torch.arange(3000.0), torch.ones(50)
-    state = {"w": base, "view": base[10:20], "one": tied, "two": tied, "list": [torch.ones(7)]}
+    state = {"w": base, "view": base[10:20], "one": tied, "two": tied, "pair": (torch.ones(7),)}
     sync.save(state, tmp_path / "source", config=SMALL)
     total = {"ckptio": 12_228, "dcp": 12_428}.get(to, 12_468)
     for name in ("x", "x" if to in ("safetensors", "hf") else "y"):
@@ -990,14 +999,16 @@ def test_what_has_an_empty_name_is_not_the_state(tmp_path: Path) -> None:
     assert_same_state(load_file(report.path), {"state": w})
 
 
+@pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("to", ["dcp", "hf", "safetensors"])
 def test_a_conversion_keeps_no_lock(to: Any, tmp_path: Path) -> None:
-    """Nor the number of one: children that are forked later close what is locked."""
+    """Nor a file, nor the number of one: children that are forked later close what is locked."""
     sync.save({"w": torch.ones(3)}, tmp_path / "x", config=SMALL)
     if to == "hf":
         (tmp_path / "y").mkdir()
-    sync.convert(tmp_path / "x", tmp_path / "y", to=to)
-    assert not locks._locked
+    for _ in range(2):  # and so where its files are there already
+        sync.convert(tmp_path / "x", tmp_path / "y", to=to, overwrite=True)
+        assert not locks._locked
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +18,7 @@ from tests.conftest import open_files
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 STATE = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
 
@@ -78,15 +79,16 @@ def test_a_directory_that_was_there_keeps_its_mode(to: Any, source: Path, tmp_pa
 def test_what_a_killed_conversion_left_gets_the_modes_of_the_next(
     to: Any, source: Path, tmp_path: Path
 ) -> None:
-    """Whatever the killed one was told."""
+    """Whatever the killed one was told, and no byte of what it wrote."""
     folder = tmp_path / "target"
     folder.mkdir(mode=0o700)
     target = folder if to == "hf" else folder / "model.safetensors"
     left = folder / ".model.safetensors.partial"
-    left.touch()
+    left.write_bytes(bytes(1 << 16))
     left.chmod(0o666)
-    sync.convert(source, target, to=to, config=SMALL)
+    (file,) = sync.convert(source, target, to=to, config=SMALL).files
     assert modes_under(folder) == {(True, 0o700), (False, 0o600)}
+    assert (folder / "model.safetensors").stat().st_size == file.nbytes
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
@@ -159,6 +161,56 @@ def test_what_an_earlier_conversion_wrote_is_synced_all_the_same(
     assert set(synced) >= {str(path) for path in (tmp_path, *made)}
 
 
+def refuse_syncs(patch: pytest.MonkeyPatch, code: int, which: Callable[[Path], bool]) -> None:
+    """Let syncs of some paths fail."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if which(Path(os.readlink(f"/proc/self/fd/{fd}"))):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    patch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize("is_dir", [False, True])
+def test_what_is_there_and_cannot_be_synced_is_no_success(
+    to: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_dir: bool
+) -> None:
+    """A power cut may take what an earlier conversion wrote."""
+    (tmp_path / "new").mkdir()
+    target = tmp_path / "new" / "target"
+    sync.convert(source, target, to=to, config=SMALL)
+    within = target if to == "hf" else tmp_path / "new"
+    refuse_syncs(
+        monkeypatch,
+        errno.EIO,
+        lambda path: within in (path, path.parent) and path.is_dir() == is_dir,
+    )
+    with pytest.raises(StorageError, match="cannot sync what is there"):
+        sync.convert(source, target, to=to, config=SMALL)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_directories_above_may_be_nobodys_to_sync(
+    to: Any, code: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they were there already; a disk that fails is told of."""
+    (tmp_path / "there" / "target").mkdir(parents=True)
+    target = tmp_path / "there" / "target"
+    refuse_syncs(monkeypatch, code, lambda path: path == tmp_path)
+    if to == "safetensors":
+        target /= "file"
+    if code == errno.EACCES:
+        sync.convert(source, target, to=to, config=SMALL)
+        assert sync.load(target).keys() == STATE.keys()
+    else:
+        with pytest.raises(StorageError, match="cannot sync what is there"):
+            sync.convert(source, target, to=to, config=SMALL)
+
+
 def test_what_goes_away_while_it_is_synced_is_an_error_of_ours(tmp_path: Path) -> None:
     """Somebody removes what was converted to."""
     with pytest.raises(StorageError, match="No such file"):
@@ -212,6 +264,34 @@ def test_old_files_go_when_the_names_of_the_new_ones_last(
     gone = [number for number, step in enumerate(steps) if step.startswith("unlink")]
     assert str(target) in steps[: gone[0]]
     assert str(target) in steps[gone[-1] :]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_metadata_of_dcp_comes_when_the_name_of_its_data_lasts(
+    *, overwrite: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And old data goes when its own does: else a power cut leaves it without data."""
+    target = tmp_path / "target"
+    sync.convert(source, target, to="dcp", config=SMALL)
+    (old,) = target.glob("*.distcp")
+    if not overwrite:
+        (target / ".metadata").unlink()
+    seen: list[tuple[int, bool]] = []
+    metadata = (target / ".metadata").stat().st_ino if overwrite else None
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(target):
+            there = (
+                (target / ".metadata").stat().st_ino if (target / ".metadata").exists() else None
+            )
+            seen.append((len(list(target.glob("*.distcp"))), there == metadata))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sync.convert(source, target, to="dcp", overwrite=overwrite, config=SMALL)
+    assert seen[-2:] == [(2, True), (2, False)]
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf"])

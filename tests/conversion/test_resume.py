@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -184,8 +186,9 @@ def test_what_was_committed_is_there_unless_it_is_damaged(tmp_path: Path) -> Non
     sync.convert(source, target, to="ckptio", config=FILES)
     report = sync.convert(source, target, to="ckptio", config=FILES)
     assert all(file.was_there for file in report.files)
-    with pytest.raises(CheckpointExistsError):
-        sync.convert(source, target, to="ckptio", select="w1", config=FILES)
+    for others in ("w1", ["w0", "w1", "w2"]):  # the same tensors, but not the same values
+        with pytest.raises(CheckpointExistsError):
+            sync.convert(source, target, to="ckptio", select=others, config=FILES)
     first = min(target.glob("data-*"))
     raw = bytearray(first.read_bytes())
     raw[-1] ^= 1
@@ -197,6 +200,23 @@ def test_what_was_committed_is_there_unless_it_is_damaged(tmp_path: Path) -> Non
     assert not any(file.was_there for file in report.files)
     assert_same_state(sync.load(target, config=FILES), state)
     assert_tidy(target)
+
+
+def test_a_checkpoint_that_nobody_can_read_is_there_all_the_same(tmp_path: Path) -> None:
+    """It is replaced where that is asked for; nothing of it is taken for that of a conversion."""
+    source, state = make_source(tmp_path / "source", is_sharded=False)
+    target = tmp_path / "target"
+    sync.convert(source, target, to="ckptio", config=FILES)
+    (target / "manifest.json").write_bytes(b"{}")
+    before = names_in(target)
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, target, to="ckptio", config=FILES)
+    assert names_in(target) == before
+    for _ in range(2):
+        (target / "manifest.json").write_bytes(b"{}")
+        report = sync.convert(source, target, to="ckptio", overwrite=True, config=FILES)
+        assert not any(file.was_there for file in report.files)
+        assert_same_state(sync.load(target, config=FILES), state)
 
 
 #: What the writing of a directory of DCP does to a file system.
@@ -385,6 +405,81 @@ def test_two_conversions_to_one_place_do_not_meet(to: Any, tmp_path: Path) -> No
     found = sync.load(target, config=FILES)
     assert_same_state(dict(sorted(found.items())), state)
     assert not list(tmp_path.rglob("*partial"))
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "safetensors"])
+def test_a_conversion_goes_where_there_are_no_locks(
+    to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS, a directory has none; but what is broken is told."""
+    state = {"w": torch.ones(5000)}
+    sync.save(state, tmp_path / "source", config=FILES)
+    code = errno.EIO
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match="cannot write"):
+        sync.convert(tmp_path / "source", tmp_path / "x", to=to, config=FILES)
+    code = errno.EBADF
+    sync.convert(tmp_path / "source", tmp_path / "x", to=to, config=FILES)
+    assert_same_state(sync.load(tmp_path / "x", config=FILES), state)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_lost_before_it_is_locked_is_of_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_replaced: bool
+) -> None:
+    """That one has ended meanwhile, and maybe a third one has begun, whose file stays."""
+    sync.save({"w": torch.ones(5000)}, tmp_path / "source", config=FILES)
+    aside, real = tmp_path / ".x.safetensors.partial", fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        if aside.exists():
+            aside.unlink()
+            if is_replaced:
+                aside.write_bytes(b"begun")
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CommitConflictError):
+        sync.convert(
+            tmp_path / "source", tmp_path / "x.safetensors", to="safetensors", config=FILES
+        )
+    left = [".x.safetensors.partial"] if is_replaced else []
+    assert names_in(tmp_path) == [*left, "source"]
+    assert not is_replaced or aside.read_bytes() == b"begun"
+
+
+def test_a_file_whose_writer_died_between_two_names_stays_whole(tmp_path: Path) -> None:
+    """It has its own and the one that it was written under: whoever writes there leaves it."""
+    for name in ("a", "b"):
+        sync.save({"w": torch.full((5000,), float(ord(name)))}, tmp_path / name, config=FILES)
+    target = tmp_path / "x.safetensors"
+    options: dict[str, Any] = {"to": "safetensors", "overwrite": True, "config": FILES}
+    sync.convert(tmp_path / "a", target, **options)
+    os.link(target, tmp_path / ".x.safetensors.partial")
+    with pytest.raises(CommitConflictError):
+        sync.convert(tmp_path / "b", target, **options)
+    assert load_file(target)["w"][-1] == float(ord("a"))
+    sync.convert(tmp_path / "b", target, **options)
+    assert load_file(target)["w"][-1] == float(ord("b"))
+    assert names_in(tmp_path) == ["a", "b", "x.safetensors"]
+
+
+def test_shards_that_a_killed_conversion_began_go(tmp_path: Path) -> None:
+    """Nobody goes on with those of another split; what cannot be removed is in nobody's way."""
+    source, _ = make_source(tmp_path / "source", is_sharded=False)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / ".model-00001-of-00007.safetensors.partial").write_bytes(b"begun")
+    (target / ".model-00002-of-00007-0123abcd.safetensors.partial").mkdir()
+    sync.convert(source, target, to="hf", drop_values=True, config=FILES)
+    assert names_in(target) == [
+        ".model-00002-of-00007-0123abcd.safetensors.partial",
+        "model.safetensors",
+    ]
 
 
 def test_what_a_killed_conversion_of_another_source_began_goes(tmp_path: Path) -> None:
