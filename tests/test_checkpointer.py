@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,26 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
+#: numpy's type of text of any length, where it has one.
+TEXTS = [np.dtypes.StringDType] if hasattr(np.dtypes, "StringDType") else []
 
 
 @pytest.fixture(params=["directory", "objects"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
     """Where a run will be: a directory in one that is not there yet, or a URL."""
     return str(tmp_path / "deep" / "run") if request.param == "directory" else url
+
+
+class Short:
+    """A number of ml_dtypes, as JAX has them: numpy says that it is of bytes."""
+
+    dtype = types.SimpleNamespace(kind="V")
+
+    def __float__(self) -> float:
+        return 1.5
+
+    def item(self) -> float:
+        return 1.5
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -195,6 +210,7 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
         "n": 3,
         "mean": np.float32(2),
         "part": fractions.Fraction(1, 4),
+        "short": Short(),
         "huge": 10**400,
     }
     async with Checkpointer(tmp_path, config=SMALL) as ckpt:
@@ -208,6 +224,7 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
     assert first.metrics["loss"] == 0.5
     assert first.metrics["n"] == 3
     assert (first.metrics["mean"], first.metrics["part"]) == (2, 0.25)
+    assert first.metrics["short"] == 1.5
     assert first.metrics["huge"] == math.inf
     assert math.isnan(first.metrics["bad"])
     assert first.metrics["worse"] == -math.inf
@@ -223,6 +240,8 @@ async def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
             {"a": "1"},
             *({"a": kind(b"1.5")} for kind in (bytes, bytearray, memoryview, np.bytes_)),
             {"a": np.array("1.5")},
+            {"a": np.array("1.5", object)},
+            *({"a": np.array("1.5", kind())} for kind in TEXTS),
             {3: 1.0},
             {"loss\udfff": 1.0},
             [1.0],

@@ -12,7 +12,7 @@ import datetime as dt
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptio._texts import shown
 from ckptio.errors import ConfigError, FormatError
@@ -20,6 +20,8 @@ from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import StepRecord
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ckptio.format.manifest import Metadata
 
 MAX_STEP = 10**18
@@ -77,9 +79,9 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
 
 def _is_number(value: object) -> bool:
     """Whether something is a number by itself: Python reads one from text, too, and from bytes."""
-    has_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
-    kind = getattr(getattr(value, "dtype", None), "kind", "")  # of numpy, whose texts have both
-    return has_number and kind not in ("S", "U", "V")
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("O", "S", "T", "U", "V"):
+        value = cast("np.ndarray", value).item()  # text, or bytes, or of ml_dtypes: of kind V, too
+    return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
 
 
 def _is_text(name: object) -> bool:
