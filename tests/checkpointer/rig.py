@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, cast
 
 import fsspec
@@ -152,8 +153,12 @@ def files_in(root: str) -> dict[str, list[str]]:
 
 
 def steps_at(root: str) -> list[int]:
-    """Name the steps at a path or a URL, and check that each is one manifest and one file."""
+    """Name the steps at a path or a URL, and check that each is one manifest and one file.
+
+    Of a step that was removed, its directory is gone as well.
+    """
     found = files_in(root)
+    assert not os.path.isdir(root) or sorted(found) == names_in(root)
     for names in found.values():
         assert [name.partition("-")[0] for name in sorted(names)] == ["data", "manifest.json"]
     return sorted(int(step.removeprefix("step-")) for step in found)
