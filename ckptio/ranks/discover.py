@@ -95,8 +95,9 @@ def _in_process_group(distributed: Any, group: Any) -> Place | None:
         raise ConfigError(f"ranks= is a process group that this rank is in, not {shown(group)}")
     try:
         rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
-    except ValueError:  # torch knows it no more
-        raise ConfigError("ranks= is a process group that was destroyed; pass a new one") from None
+    except ValueError:
+        problem = "ranks= is a process group that torch does not know; was it destroyed?"
+        raise ConfigError(problem) from None
     if world_size == 1:
         return None
     members = distributed.get_process_group_ranks(group or distributed.group.WORLD)
