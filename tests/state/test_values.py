@@ -76,10 +76,18 @@ def test_a_value_that_nobody_can_have_saved_is_found(around: str) -> None:
 
 
 def test_what_a_tensor_may_be_is_a_value() -> None:
-    """In any order, and an array of any shape of as many bytes."""
+    """In any order, an array of any shape of as many bytes, and views of what is in them."""
     weight = TensorEntry("w", "float32", (2, 3), (Chunk(0, 0),))
     array = {"~": "np", "t": 0, "d": "<f4", "s": [1] * 63 + [6]}
-    check_values(manifest_with([{"~": 0, "p": [1, 0]}, array], weight))
+    view = {"~": "view", "t": 0, "o": 0, "s": [3], "r": [1]}
+    views = [
+        {**view, "d": "complex64", "conj": True},
+        {**view, "d": "complex64", "conj": True, "neg": True},
+        {**view, "d": "float32", "conj": False, "neg": True},
+        {**view, "d": "bool", "neg": False},
+        {**view, "d": "bool"},
+    ]
+    check_values(manifest_with([{"~": 0, "p": [1, 0]}, array, *views], weight))
 
 
 def test_what_depends_on_who_loads_is_not_looked_at() -> None:
