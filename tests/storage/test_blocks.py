@@ -214,6 +214,8 @@ def test_a_failing_operation_says_what_where_and_why(
     assert caught.value.filename == str(tmp_path / "f")
     assert isinstance(caught.value.__cause__, OSError)
     assert files.num_open == 0
+    if doing == "cannot finish":  # the system says it once: nobody may trust what is there
+        assert not (tmp_path / "f").exists()
 
 
 @pytest.mark.parametrize("look", range(3))
@@ -268,6 +270,21 @@ def test_a_system_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         write(files, tmp_path / "f", bytes_of(100))
     assert caught.value.errno == errno.EIO
+    with pytest.raises(OSError, match="the system wrote 0 bytes"):
+        write_file(files, str(tmp_path / "small"), bytes_of(100), SMALL)
+
+
+@pytest.mark.parametrize(("nbytes", "room_nbytes"), [(4096, 4096), (9000, 12_288)])
+def test_room_is_reserved_before_the_first_byte(
+    tmp_path: Path, nbytes: int, room_nbytes: int
+) -> None:
+    """Of whole pages, as they are written: a disk without it says so at once."""
+    files = RecordingFiles()
+    write(files, tmp_path / "f", bytes_of(nbytes))
+    kinds = [operation.kind for operation in files.operations]
+    first = kinds.index("allocate")
+    assert files.operations[first].nbytes == room_nbytes
+    assert "pwrite" not in kinds[:first]
 
 
 def test_a_cached_file_is_read_from_the_cache(tmp_path: Path) -> None:
