@@ -106,6 +106,8 @@ def flatten(
     state: Any,
     rank: int | None = None,
     instead: Callable[[str, Any], torch.Tensor] | None = None,
+    *,
+    takes_objects: bool = True,
 ) -> FlatState:
     """Take a state apart.
 
@@ -117,6 +119,7 @@ def flatten(
             value are named `fqn~rank<rank>` then, since each rank has its own.
         instead: Gives bytes to store for a value that has no portable form, by name and
             value; without it such a value is refused.
+        takes_objects: Whether `Stateful` objects are taken: DCP gives back those at its top alone.
 
     Returns:
         A flat state that refers to the caller's memory.
@@ -125,16 +128,21 @@ def flatten(
         UnsupportedLeafError: A value has no portable form, or a sharded tensor is partial or
             contradicts itself.
     """
-    return _Flattener(rank, instead).flatten(state)
+    return _Flattener(rank, instead, takes_objects=takes_objects).flatten(state)
 
 
 class _Flattener:
     """One walk over one state."""
 
     def __init__(
-        self, rank: int | None, instead: Callable[[str, Any], torch.Tensor] | None = None
+        self,
+        rank: int | None,
+        instead: Callable[[str, Any], torch.Tensor] | None,
+        *,
+        takes_objects: bool,
     ) -> None:
         self._instead = instead
+        self._takes_objects = takes_objects
         self._suffix = "" if rank is None else f"~rank{rank}"
         self._in_ranks = False
         self._alike = None if rank is None else Alike()
@@ -228,6 +236,13 @@ class _Flattener:
         if isinstance(value, np.generic):
             return encode_scalar(fqn, value)
         if is_stateful(value):
+            if not self._takes_objects:
+                raise UnsupportedLeafError(
+                    fqn,
+                    f"an object of type {type(value).__qualname__} that is not at the top of the"
+                    " state",
+                    "put its state_dict() there, or the object at the top",
+                )
             state = self._state_of(fqn, value)
             try:
                 return self._of_object(fqn, value, state)

@@ -196,8 +196,32 @@ class Loader:
         raise NotImplementedError
 
 
+@dataclasses.dataclass
+class Holder:
+    """Of an object."""
+
+    loader: Loader
+
+
+def endless() -> tuple[list[Any]]:
+    """Give a tuple with a list that is in itself."""
+    inner: list[Any] = []
+    inner.append(inner)
+    return (inner,)
+
+
 @pytest.mark.parametrize(
-    "value", [object(), [Loader()], torch.eye(3).to_sparse(), lambda: 0], ids=type
+    "value",
+    [
+        object(),
+        [Loader()],
+        Holder(Loader()),
+        ({"a": Holder(Loader())},),
+        endless(),
+        torch.eye(3).to_sparse(),
+        lambda: 0,
+    ],
+    ids=type,
 )
 def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path, value: object) -> None:
     """Before anything is there; DCP says which rank, the error which value."""

@@ -36,7 +36,6 @@ from ckptio.staging.copy import SourceState
 from ckptio.staging.cuda import CallerStreams
 from ckptio.state.flatten import flatten
 from ckptio.state.leaves import TORCH_DTYPES, plain_dtype
-from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -77,8 +76,7 @@ def take_value(planner: SavePlanner, item: WriteItem) -> Value:
     """
     fqn = item.index.fqn
     word, value = _value_of(planner, item)
-    _refuse_objects(fqn, value)
-    flat = flatten({fqn: value})
+    flat = flatten({fqn: value}, takes_objects=False)
     if any(spec.global_shape is not None for spec in flat.specs):
         raise UnsupportedLeafError(
             fqn, "a sharded tensor inside a value", "let the planner flatten the state"
@@ -132,26 +130,6 @@ def _object(value: Any) -> tuple[Word, Any]:
     if type(value) is io.BytesIO:
         return "bytesio", value.getvalue()
     return "object", value
-
-
-def _refuse_objects(fqn: str, value: Any) -> None:
-    """Refuse what would come back as its state alone: DCP gives back objects.
-
-    Raises:
-        UnsupportedLeafError: There is an object with `state_dict` in it.
-    """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_objects(f"{fqn}.{key}", item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for i, item in enumerate(value):
-            _refuse_objects(f"{fqn}.{i}", item)
-    elif is_stateful(value):
-        raise UnsupportedLeafError(
-            fqn,
-            f"an object of type {type(value).__qualname__} that is not at the top of the state",
-            "put its state_dict() there, or the object at the top",
-        )
 
 
 @dataclass(slots=True)
