@@ -28,6 +28,7 @@ from ckptio.errors import (
     PlanError,
     StorageError,
 )
+from ckptio.events import ReadProgressed
 from ckptio.format.checksum import crc32c, pack_checksums
 from ckptio.format.manifest import DOCUMENT_NAME, decode_manifest
 from tests.adapters.rig import (
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed.checkpoint.planner import WriteItem
+
+    from ckptio.events import Event
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -243,6 +246,20 @@ def test_a_flipped_byte_raises(tmp_path: Path) -> None:
     assert isinstance(error, CorruptionError)
     assert (error.file, error.fqns) == (name, ("w",))
     assert set(target["w"].unique().tolist()) <= {0.0, 1.0}
+
+
+def test_autograd_is_told_of_targets_that_are_filled(tmp_path: Path) -> None:
+    """Before the first byte, and when all is there: what it has kept meanwhile is refused."""
+    save(state_of(1.0), tmp_path / "c")
+    target = blank(state_of(0.0))
+    versions = [target["w"]._version]
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ReadProgressed):
+            versions.append(target["w"]._version)
+
+    load(target, storage_reader=StorageReader(tmp_path / "c", config=QUICK, observer=observe))
+    assert versions[0] < versions[-1] < target["w"]._version
 
 
 @pytest.mark.parametrize("kind", ["cut", "gone"])

@@ -182,6 +182,21 @@ def test_targets_that_a_planner_makes_are_few_at_a_time(tmp_path: Path) -> None:
     assert most <= 4
 
 
+def test_targets_are_asked_for_as_they_lie_in_files(tmp_path: Path) -> None:
+    """Of a planner that makes them; so files are read from front to back."""
+    state = {"odd": torch.ones(3), "pages": torch.ones(4096)}
+    save(dict(state), tmp_path / "c")
+    load(blank(state), tmp_path / "c", planner=(planner := RenamePlanner()))
+    places = {
+        tensor.name: [(chunk.file, chunk.start) for chunk in tensor.chunks]
+        for tensor in ckptio.sync.inspect(tmp_path / "c").tensors
+        if tensor.name in state
+    }
+    in_files = sorted(places, key=places.__getitem__)
+    assert in_files != list(state)
+    assert [fqn for what, fqn in planner.calls if what == "resolve"] == in_files
+
+
 class TextPlanner(DefaultSavePlanner):
     """Writes values as text, in a way of its own."""
 

@@ -170,6 +170,17 @@ def test_another_thread_may_write(tmp_path: Path) -> None:
     assert is_at(tmp_path / "c", 1)
 
 
+def test_another_thread_may_write_where_one_that_is_gone_failed(tmp_path: Path) -> None:
+    """What that one left is no save that is under way."""
+    writer, broken = Handing(tmp_path / "c", config=QUICK), threading.Barrier(1)
+    broken.abort()
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(save, state_of(2), storage_writer=writer, planner=Meeting(broken))
+    assert failed.exception() is not None
+    save(state_of(1), storage_writer=writer)
+    assert is_at(tmp_path / "c", 1)
+
+
 def test_what_is_not_set_up_is_refused(tmp_path: Path) -> None:
     writer = StorageWriter(tmp_path / "c", config=QUICK)
     writer.reset()
