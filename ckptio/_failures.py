@@ -44,7 +44,7 @@ def raised(error: BaseException) -> str:
 
 
 def as_of_future(error: BaseException) -> BaseException:
-    """Give what the future of a loop can end with: before Python 3.12 it takes no `StopIteration`.
+    """Give what the future of a loop can end with: before Python 3.13 it takes no `StopIteration`.
 
     It would refuse it where nobody sees that, and who waits for it waited for ever. What a
     coroutine raises so is a `RuntimeError`, too.

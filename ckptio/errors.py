@@ -72,7 +72,7 @@ class ConfigError(CheckpointError, ValueError):
 
 
 class OutOfStepError(ConfigError):
-    """Ranks met in different calls, or in one call with different options; nothing was written.
+    """Ranks met in different calls, or in one call with different options; nothing is committed.
 
     Among the `causes` of a `RankError` on all of them. The engines begin nothing together after it.
     """

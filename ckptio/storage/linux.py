@@ -278,7 +278,7 @@ def link(source: str, target: str) -> None:
     """Give a file a second name, which must be free.
 
     Not on SeaweedFS: another mount that has seen `source` finds no file under `target` once
-    `source` is removed, for as long as it is mounted (4.48).
+    `source` is removed, and had not after 151 s (4.48).
 
     Raises:
         FileExistsError: `target` exists.
