@@ -182,7 +182,8 @@ def moto() -> Iterator[Server]:
     with Processes() as processes:
         port = free_port()
         server = Server(endpoint=f"http://127.0.0.1:{port}")
-        processes.start(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
+        program = Path(__file__).with_name("moto_server.py")
+        processes.start(sys.executable, "-P", program, "-H", "127.0.0.1", "-p", str(port))
         processes.wait(server.endpoint)
         yield server.make_bucket()
 
