@@ -85,9 +85,7 @@ async def find_objects(place: Place, *, depth: int, hidden: bool) -> list[FoundO
     """
 
     async def look(prefix: str, level: int) -> list[FoundObjects]:
-        listed = await place.requests.must(
-            "list", prefix, lambda: place.store.list(prefix, below=False)
-        )
+        listed = await place.requests.must("list", prefix, lambda: place.store.list(prefix))
         ours = tuple(info for info in listed if owner_of(info.key))
         has_manifest = any(info.key == prefix + MANIFEST_NAME for info in listed)
         if ours or has_manifest:

@@ -340,9 +340,9 @@ class FsspecStore:
             raise
         return upload
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
-        return await self.call(prefix, lambda: self._reader.list(prefix, below=below))
+        return await self.call(prefix, lambda: self._reader.list(prefix))
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
         """Nothing: fsspec has no word for it."""

@@ -131,15 +131,12 @@ class FsspecReader:
                     raise RefusedError(_NO_RANGES) from error
                 raise
 
-    def list(self, prefix: str, *, below: bool) -> list[ObjectInfo]:
+    def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
         self._fs.invalidate_cache()
         top = prefix.rstrip("/")
         try:
-            if below:
-                infos = list(self._fs.find(top, detail=True).values())
-            else:
-                infos = self._fs.ls(top, detail=True)
+            infos = self._fs.ls(top, detail=True)
         except NotADirectoryError:
             infos = []
         except FileNotFoundError as error:

@@ -201,9 +201,7 @@ class ObjectPlace:
             StorageError: It cannot be listed.
         """
         prefix = self.key("")
-        objects = await self.requests.must(
-            "list", prefix, lambda: self.store.list(prefix, below=False)
-        )
+        objects = await self.requests.must("list", prefix, lambda: self.store.list(prefix))
         objects = [info for info in objects if info.key != prefix]
         near = [upload for upload in await self._uploads() if "/" not in upload.key[len(prefix) :]]
         return Listing(tuple(objects), tuple(near))

@@ -117,9 +117,7 @@ class ObjectRoot:
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
         """List names: one listing; see `root_interface.Root`."""
         store, requests = await self._ready(self._url)
-        listed = await requests.must(
-            "list", self._base, lambda: store.list(self._base, below=False)
-        )
+        listed = await requests.must("list", self._base, lambda: store.list(self._base))
         names = [
             info.key.removeprefix(self._base).rstrip("/")
             for info in listed

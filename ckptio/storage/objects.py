@@ -135,7 +135,7 @@ class ObjectStorage:
         try:
             store, requests = await self._ready()
             requests, prefix = requests.brief(), self._join("")
-            listed = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
+            listed = await requests.must("list", prefix, lambda: store.list(prefix))
             names = (info.key[len(prefix) :] for info in listed if info.key.endswith("/"))
             below = filter(None, (name.rstrip("/") for name in names))
             last = sorted(below, key=numbered)[-_MAX_LOOKS_BELOW:]
@@ -220,7 +220,7 @@ class ObjectStorage:
         store, requests = await self._ready()
         if save_id is None:
             prefix = self._join("")
-            found = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
+            found = await requests.must("list", prefix, lambda: store.list(prefix))
             return any(info.key[len(prefix) :].startswith(NOTE_PREFIX) for info in found)
         return await requests.look(store, self._join(NOTE_PREFIX + save_id)) is not None
 

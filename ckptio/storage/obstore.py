@@ -246,9 +246,9 @@ class ObstoreStore:
 
         return ObstoreUpload(start, told, self._part_nbytes)
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
-        return await self._small.list(prefix, below=below)
+        return await self._small.list(prefix)
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
         """List multipart uploads that have not ended; see `store.ObjectStore`."""

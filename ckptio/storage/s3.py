@@ -267,10 +267,10 @@ class S3Store:
             raise TransientError("the answer names no upload")
         return S3Upload(self, key, str(answer["UploadId"]))
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects, page by page; see `store.ObjectStore`."""
         found: list[ObjectInfo] = []
-        arguments = {"Prefix": prefix, **({} if below else {"Delimiter": "/"})}
+        arguments = {"Prefix": prefix, "Delimiter": "/"}
         for page in await self._pages("list_objects_v2", ["ContinuationToken"], **arguments):
             found += [listed(entry) for entry in page.get("Contents", ())]
             found += [

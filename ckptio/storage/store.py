@@ -238,12 +238,13 @@ class ObjectStore(Protocol):
         """Begin an object in parts. It is not there before `complete`."""
         ...
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         """List the objects whose keys begin with `prefix`, sorted by key.
+
+        What has a further `/` in its key is one entry for each first part, with the slash.
 
         Args:
             prefix: Empty, or ends in `/`.
-            below: Also what has further `/` in it; else one entry for each first part.
         """
         ...
 

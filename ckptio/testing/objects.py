@@ -253,7 +253,7 @@ class MemoryStore:
         upload_id = await self.request("upload", key, lambda: self.bucket.begin(key))
         return MemoryUpload(self, key, upload_id)
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
 
         def list_() -> list[ObjectInfo]:
@@ -261,7 +261,7 @@ class MemoryStore:
             for key in self.bucket.keys:
                 if key.startswith(prefix):
                     first, slash, _ = key[len(prefix) :].partition("/")
-                    if slash and not below:
+                    if slash:
                         name = f"{prefix}{first}/"
                         found[name] = ObjectInfo(key=name, nbytes=0)
                     else:

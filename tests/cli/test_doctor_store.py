@@ -71,16 +71,16 @@ class Unclear(MemoryStore):
 class Forgetful(MemoryStore):
     """Lists nothing of what was written."""
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
-        del prefix, below
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        del prefix
         return []
 
 
 class Crowded(MemoryStore):
     """Has something everywhere."""
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
-        return [ObjectInfo(key=f"{prefix}x", nbytes=1), *await super().list(prefix, below=below)]
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        return [ObjectInfo(key=f"{prefix}x", nbytes=1), *await super().list(prefix)]
 
 
 class Keeping(MemoryStore):

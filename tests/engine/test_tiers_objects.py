@@ -110,8 +110,7 @@ class Store:
         self.step()
         return PartsUpload(self, self.bucket.begin(key))
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
-        del below
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         self.step()
         return [self._info(key) for key in sorted(self.bucket.objects) if key.startswith(prefix)]
 

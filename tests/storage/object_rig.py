@@ -114,14 +114,14 @@ class DictStore:
     async def upload(self, key: str) -> Any:
         raise NotImplementedError
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+    async def list(self, prefix: str) -> list[ObjectInfo]:
         await self._request("list", prefix)
         found = {}
         for key, info in self.infos.items():
             first, slash, _ = key.removeprefix(prefix).partition("/")
             if key not in self.objects or not key.startswith(prefix):
                 continue
-            if below or not slash:
+            if not slash:
                 found[key] = info
             else:
                 found[prefix + first + "/"] = ObjectInfo(key=f"{prefix}{first}/", nbytes=0)

@@ -986,7 +986,7 @@ async def test_what_may_be_there_is_neither_written_over_nor_told_to_be_removed(
     with pytest.raises(TransientError):
         await store.delete(["shaky/a"])
     with pytest.raises(TransientError):
-        await store.list("shaky/", below=False)
+        await store.list("shaky/")
     assert Shaky.read("shaky/a", None, None) == b"old"
     Shaky.remove("shaky/a")
     await store.close()

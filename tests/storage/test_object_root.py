@@ -629,8 +629,8 @@ async def test_a_removal_that_was_carried_out_and_refused_is_finished_by_a_sweep
 class Behind(DictStore):
     """Its listings do not have a manifest yet."""
 
-    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
-        found = await super().list(prefix, below=below)
+    async def list(self, prefix: str) -> list[ObjectInfo]:
+        found = await super().list(prefix)
         return [info for info in found if not info.key.endswith("manifest.json")]
 
 
