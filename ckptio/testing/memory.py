@@ -16,9 +16,8 @@ import itertools
 import random
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from ckptio._aio import take_back_cancel
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -27,7 +26,8 @@ from ckptio.errors import (
 )
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing.faults import Operation, as_storage_fault
-from ckptio.testing.memory_files import MemoryNote, MemorySink, MemorySource
+from ckptio.testing.memory_attempt import MemoryAttempt
+from ckptio.testing.memory_files import MemoryNote, MemorySource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,11 +83,13 @@ class MemoryStorage:
             `StorageError`s.
 
     Attributes:
+        attempt_type: What `begin` and `join` make; a subclass may give another.
         operations: What was asked for, in order.
         counts: The same in numbers.
     """
 
     is_outlived = False  # it waits for nothing but time
+    attempt_type: ClassVar[type[MemoryAttempt]] = MemoryAttempt
 
     def __init__(
         self,
@@ -175,7 +177,8 @@ class MemoryStorage:
         if self.fault is not None:
             as_storage_fault(self.fault)(operation)
 
-    async def _wait(self) -> None:
+    async def wait(self) -> None:
+        """Wait for as long as the seed says."""
         if self._max_delay_s:
             await asyncio.sleep(self._rng.uniform(0, self._max_delay_s))
 
@@ -183,7 +186,7 @@ class MemoryStorage:
         """Tell manifests apart; see `interface.Storage`."""
         self.counts.num_version_checks += 1
         self.step("version")
-        await self._wait()
+        await self.wait()
         if self._place.manifest is None:
             raise CheckpointNotFoundError(self._path)
         return self._place.version
@@ -192,11 +195,11 @@ class MemoryStorage:
         """Read the manifest and its version; see `interface.Storage`."""
         self.counts.num_manifest_reads += 1
         self.step("read_manifest")
-        await self._wait()
+        await self.wait()
         if self._place.manifest is None:
             raise CheckpointNotFoundError(self._path)
         read = self._place.version, self._place.manifest
-        await self._wait()
+        await self.wait()
         return read
 
     async def peek_manifest(self) -> bytes:
@@ -213,14 +216,14 @@ class MemoryStorage:
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the sizes of data files; see `interface.Storage`."""
         self.step("sizes")
-        await self._wait()
+        await self.wait()
         files = self._place.files
         return [len(files[name]) if name in files else None for name in names]
 
     async def open(self, name: str, nbytes: int) -> MemorySource:
         """Open a data file; see `interface.Storage`."""
         self.step("open", name)
-        await self._wait()
+        await self.wait()
         return self._open(name, nbytes)
 
     async def opener(self) -> Open:
@@ -247,21 +250,21 @@ class MemoryStorage:
         """Begin a save; see `interface.Storage`."""
         del resumes  # nothing is in the way of files here
         self.step("begin")
-        await self._wait()
+        await self.wait()
         if self._place.manifest is not None and not overwrite:
             raise CheckpointExistsError(self._path)
-        return MemoryAttempt(self, save_id, overwrite=overwrite, leads=True)
+        return self.attempt_type(self, save_id, overwrite=overwrite, leads=True)
 
     async def join(self, save_id: str) -> MemoryAttempt:
         """Take part in a save of many ranks; see `interface.Storage`."""
         self.step("join")
-        await self._wait()
-        return MemoryAttempt(self, save_id, overwrite=True, leads=False)
+        await self.wait()
+        return self.attempt_type(self, save_id, overwrite=True, leads=False)
 
     async def commit(self, made: Sequence[str], manifest: bytes, *, overwrite: bool) -> None:
         """Publish a manifest in one step. Called by an attempt."""
         self.step("commit", nbytes=len(manifest))
-        await self._wait()
+        await self.wait()
         place = self._place
         if place.manifest is not None and not overwrite:
             raise CommitConflictError(self._path)
@@ -278,7 +281,7 @@ class MemoryStorage:
     async def take_note(self, save_id: str) -> MemoryNote | None:
         """Take a note; see `interface.Storage`."""
         self.step("take_note")
-        await self._wait()
+        await self.wait()
         if save_id not in self.notes or save_id in self._place.held:
             return None
         return self.hold(save_id)
@@ -291,13 +294,13 @@ class MemoryStorage:
     async def read_note(self, save_id: str) -> bytes | None:
         """Read a note; see `interface.Storage`."""
         self.step("read_note")
-        await self._wait()
+        await self.wait()
         return self._place.notes.get(save_id)
 
     async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         self.step("has_note")
-        await self._wait()
+        await self.wait()
         return bool(self.notes) if save_id is None else save_id in self.notes
 
     def let_go(self, save_id: str, *, drop: bool) -> None:
@@ -306,94 +309,3 @@ class MemoryStorage:
             self.step("drop_note")
             self._place.notes.pop(save_id, None)
         self._place.held.discard(save_id)
-
-
-class MemoryAttempt:
-    """One save on its way; see `interface.Attempt`. Made by `MemoryStorage.begin`."""
-
-    is_alone = True  # in one process
-
-    def __init__(
-        self, storage: MemoryStorage, save_id: str, *, overwrite: bool, leads: bool
-    ) -> None:
-        self._storage = storage
-        self._save_id = save_id
-        self._leads = leads
-        self._overwrite = overwrite
-        self._made: list[str] = []
-        self._sinks: list[MemorySink] = []
-        self._open = True
-        self._committed = False
-        storage.counts.num_open_attempts += 1
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the manifest is out; see `interface.Attempt`."""
-        return self._committed
-
-    async def create(self, name: str, nbytes: int) -> MemorySink:
-        """Begin a data file; see `interface.Attempt`."""
-        self._storage.step("create", name, nbytes)
-        await self._storage._wait()  # noqa: SLF001  # two halves of one module
-        sink = MemorySink(self._storage, name, nbytes)
-        self._made.append(name)
-        self._sinks.append(sink)
-        return sink
-
-    async def stay(self) -> None:
-        """Nothing: nobody takes a save in memory for dead."""
-
-    async def keep(self, name: str, nbytes: int) -> None:
-        """Take over a data file; see `interface.Attempt`."""
-        self._storage.step("keep", name, nbytes)
-        await self._storage._wait()  # noqa: SLF001  # as above
-        self._made.append(name)
-
-    async def note(self, data: bytes) -> MemoryNote:
-        """Leave a note; see `interface.Attempt`."""
-        self._storage.step("note", nbytes=len(data))
-        await self._storage._wait()  # noqa: SLF001  # as above
-        self._storage.notes[self._save_id] = data
-        return self._storage.hold(self._save_id)
-
-    async def seal(self) -> None:
-        """Check that everything is there; see `interface.Attempt`."""
-        self._storage.step("seal")
-        await self._storage._wait()  # noqa: SLF001  # as above
-        self._end()
-
-    async def leave(self) -> None:
-        """Let go; see `interface.Attempt`."""
-        for sink in self._sinks:
-            sink.release()
-        self._made.clear()
-        self._leads = False  # a later abort removes nothing either
-        self._end()
-
-    async def commit(self, manifest: bytes) -> None:
-        """Publish a manifest; see `interface.Attempt`."""
-        await self._storage.commit(self._made, manifest, overwrite=self._overwrite)
-        self._committed = True
-        try:
-            await self._storage._wait()  # noqa: SLF001  # as above
-        except asyncio.CancelledError:
-            take_back_cancel()
-        self._end()
-
-    async def abort(self) -> None:
-        """Remove everything this attempt made; see `interface.Attempt`."""
-        for sink in self._sinks:
-            sink.release()
-        if not self._committed:
-            ours = f"data-{self._save_id}-"
-            others = [n for n in self._storage.files if n.startswith(ours)] if self._leads else []
-            for name in (*self._made, *others):
-                self._storage.files.pop(name, None)
-            if self._leads:
-                self._storage.notes.pop(self._save_id, None)
-        self._end()
-
-    def _end(self) -> None:
-        if self._open:
-            self._open = False
-            self._storage.counts.num_open_attempts -= 1

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckptio import SaveHandle
     from ckptio.events import Event
     from ckptio.testing import Operation
-    from ckptio.testing.memory import MemoryAttempt
+    from ckptio.testing.memory_attempt import MemoryAttempt
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.lists(st.integers(0, 200 * KiB), max_size=8)

@@ -54,7 +54,7 @@ from ckptio.testing import (
     fail_kind,
     run_virtual,
 )
-from ckptio.testing.memory import MemoryAttempt
+from ckptio.testing.memory_attempt import MemoryAttempt
 from tests.rig import (
     SMALL,
     assert_same,
@@ -299,10 +299,7 @@ class _LostAttempt(MemoryAttempt):
 class LosesTheAnswer(MemoryStorage):
     """Commits, and what says so gets lost."""
 
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
+    attempt_type = _LostAttempt
 
 
 @in_virtual_time

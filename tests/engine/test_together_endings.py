@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from ckptio.errors import (
 from ckptio.format.manifest import MANIFEST_NAME, decode_manifest
 from ckptio.runtime import saving, streams
 from ckptio.testing import MemoryStorage, run_virtual
-from ckptio.testing.memory import MemoryAttempt
+from ckptio.testing.memory_attempt import MemoryAttempt
 from tests.engine.test_turns import LocatedStorage
 from tests.job_rig import Job, job
 from tests.rig import (
@@ -196,17 +196,6 @@ def test_an_abort_while_the_manifest_is_made_durable_comes_too_late(
     run(scenario(), seed=seed)
 
 
-class SlowToLeave(MemoryStorage):
-    """Takes a while to let go of files, as a thread does."""
-
-    leaving: asyncio.Event
-
-    async def join(self, save_id: str) -> MemoryAttempt:
-        await super().join(save_id)
-        self.counts.num_open_attempts -= 1
-        return _SlowAttempt(self, save_id, overwrite=True, leads=False)
-
-
 class _SlowAttempt(MemoryAttempt):
     async def leave(self) -> None:
         storage = self._storage
@@ -214,6 +203,13 @@ class _SlowAttempt(MemoryAttempt):
         storage.leaving.set()
         await asyncio.sleep(0.1)
         await super().leave()
+
+
+class SlowToLeave(MemoryStorage):
+    """Takes a while to let go of files, as a thread does."""
+
+    attempt_type = _SlowAttempt
+    leaving: asyncio.Event
 
 
 def test_an_abort_after_the_commit_comes_too_late() -> None:
@@ -244,12 +240,7 @@ class _LostAttempt(MemoryAttempt):
 class LosesItsVoice(MemoryStorage):
     """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
 
-    kind: ClassVar[type[MemoryAttempt]] = _LostAttempt
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return self.kind(self, save_id, overwrite=overwrite, leads=True)
+    attempt_type = _LostAttempt
 
 
 def test_a_commit_that_fails_when_the_manifest_is_out_leaves_all_in_doubt() -> None:
@@ -308,7 +299,7 @@ class _SlowFailure(_LostAttempt):
 class FailsSlowly(LosesItsVoice):
     """Publishes a manifest, and takes a while to find out that it may not be there for good."""
 
-    kind = _SlowFailure
+    attempt_type = _SlowFailure
 
 
 @pytest.mark.parametrize("aborting", [0, 1])
@@ -551,15 +542,6 @@ def test_who_aborts_hears_what_is_waited_for_in_any_case(*, is_first: bool) -> N
     run(scenario(), seed=0)
 
 
-class SlowToEnd(MemoryStorage):
-    """Has nothing more to remove, and takes a while to find that out."""
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _SlowEnder(self, save_id, overwrite=overwrite, leads=True)
-
-
 class _SlowEnder(MemoryAttempt):
     async def commit(self, manifest: bytes) -> None:
         await super().commit(manifest)
@@ -569,6 +551,12 @@ class _SlowEnder(MemoryAttempt):
     async def abort(self) -> None:
         await asyncio.sleep(20.0)
         await super().abort()
+
+
+class SlowToEnd(MemoryStorage):
+    """Has nothing more to remove, and takes a while to find that out."""
+
+    attempt_type = _SlowEnder
 
 
 def test_who_has_aborted_looks_after_it_has_removed_what_it_made() -> None:
@@ -587,15 +575,6 @@ def test_who_has_aborted_looks_after_it_has_removed_what_it_made() -> None:
     run(scenario(), seed=0)
 
 
-class SlowToPublish(MemoryStorage):
-    """Takes a while to publish a manifest, whatever happens meanwhile."""
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _SlowPublisher(self, save_id, overwrite=overwrite, leads=True)
-
-
 class _SlowPublisher(MemoryAttempt):
     async def commit(self, manifest: bytes) -> None:
         self._storage.step("publish")
@@ -608,6 +587,12 @@ class _SlowPublisher(MemoryAttempt):
             await shielded(late())
         except asyncio.CancelledError:
             take_back_cancel()
+
+
+class SlowToPublish(MemoryStorage):
+    """Takes a while to publish a manifest, whatever happens meanwhile."""
+
+    attempt_type = _SlowPublisher
 
 
 def test_who_aborts_while_a_lost_rank_0_commits_is_in_doubt() -> None:
@@ -674,18 +659,6 @@ def test_a_rank_that_gives_up_before_rank_0_begins_leaves_nothing() -> None:
     run(scenario(), seed=0)
 
 
-class CommitsLate(MemoryStorage):
-    """Does not know whether it has published a manifest: a store that carries it out later."""
-
-    late: _LateAttempt
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        self.late = _LateAttempt(self, save_id, overwrite=overwrite, leads=True)
-        return self.late
-
-
 class _LateAttempt(MemoryAttempt):
     manifest = b""
 
@@ -694,6 +667,8 @@ class _LateAttempt(MemoryAttempt):
         return bool(self.manifest)
 
     async def commit(self, manifest: bytes) -> None:
+        assert isinstance(self._storage, CommitsLate)
+        self._storage.late = self
         self.manifest = manifest
         raise StorageError("nobody knows whether it was committed", path="memory", code=5)
 
@@ -702,6 +677,13 @@ class _LateAttempt(MemoryAttempt):
 
     async def land(self) -> None:
         await super().commit(self.manifest)
+
+
+class CommitsLate(MemoryStorage):
+    """Does not know whether it has published a manifest: a store that carries it out later."""
+
+    attempt_type = _LateAttempt
+    late: _LateAttempt
 
 
 def test_a_commit_that_comes_after_all_ranks_gave_up_finds_their_files() -> None:
@@ -723,15 +705,6 @@ def test_a_commit_that_comes_after_all_ranks_gave_up_finds_their_files() -> None
     run(scenario(), seed=0)
 
 
-class SlowToSay(MemoryStorage):
-    """Publishes manifests, and takes a while to say so."""
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _SlowSayer(self, save_id, overwrite=overwrite, leads=True)
-
-
 class _SlowSayer(MemoryAttempt):
     async def commit(self, manifest: bytes) -> None:
         await super().commit(manifest)
@@ -743,16 +716,10 @@ class _SlowSayer(MemoryAttempt):
             task.uncancel()
 
 
-class SealsOnce(LocatedStorage):
-    """Cannot make names durable after a commit, unless told that it can; found when asked."""
+class SlowToSay(MemoryStorage):
+    """Publishes manifests, and takes a while to say so."""
 
-    num_seals = 0
-    fails = True
-
-    async def join(self, save_id: str) -> MemoryAttempt:
-        await super().join(save_id)
-        self.counts.num_open_attempts -= 1
-        return _SealedOnce(self, save_id, overwrite=True, leads=False)
+    attempt_type = _SlowSayer
 
 
 class _SealedOnce(MemoryAttempt):
@@ -762,6 +729,14 @@ class _SealedOnce(MemoryAttempt):
         self._storage.num_seals += 1
         if self._storage.manifest is not None and self._storage.fails:
             raise StorageError("Input/output error", path="memory", code=5)
+
+
+class SealsOnce(LocatedStorage):
+    """Cannot make names durable after a commit, unless told that it can; found when asked."""
+
+    attempt_type = _SealedOnce
+    num_seals = 0
+    fails = True
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -15,7 +15,7 @@ from ckptio.errors import CommitConflictError, SaveAbortedError, StorageError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.saving import begin_save
 from ckptio.testing import MemoryStorage, fail_kind, run_virtual
-from ckptio.testing.memory import MemoryAttempt
+from ckptio.testing.memory_attempt import MemoryAttempt
 from tests.job_rig import job
 from tests.rig import assert_same, config_with, filled_state, inline_engine
 from tests.virtual import in_virtual_time
@@ -88,9 +88,7 @@ class UnsureAttempt(MemoryAttempt):
 class UnsureStorage(MemoryStorage):
     """Leaves it open whether saves were committed."""
 
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        return UnsureAttempt(self, save_id, overwrite=overwrite, leads=True)
+    attempt_type = UnsureAttempt
 
 
 async def test_one_that_has_ended_is_kept_no_longer() -> None:
