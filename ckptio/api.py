@@ -131,7 +131,7 @@ class Engine(Gauges):
         rank writes. Values must be equal on all ranks that have them, or be `ckptio.PerRank`;
         tensors and arrays with one name are assumed equal, mostly without a look. Either all
         ranks commit or none does: `await handle` raises a `RankError` on all (`PeerLostError` if a
-        rank died, froze or did not come). All ranks must see the file system of `path`.
+        rank died, froze or closed its engine). All ranks must see the file system of `path`.
 
         Args:
             state: Any nesting of dicts, lists, tuples and sets with tensors, arrays,
@@ -256,8 +256,8 @@ class Engine(Gauges):
             StateError: A CUDA graph is being captured, or a device has failed.
             StagingError: The system gives no memory to stage in.
             EngineClosedError: The engine is not open, or was left by an error meanwhile.
-            RankError: It failed on another rank, or on several while they read.
-            PeerLostError: A rank died, froze or did not come.
+            RankError: It failed on another rank, on several while they read, or one did not come.
+            PeerLostError: A rank died, froze or closed its engine.
         """
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         return self._load(path, asked, then, CallerCurrents())

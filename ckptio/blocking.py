@@ -93,8 +93,8 @@ class Engine(Gauges):
 
         Raises:
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
-            RankError: It failed on some rank, and so on all of them.
-            PeerLostError: A rank died, froze or did not come.
+            RankError: It failed on some rank, and so on all of them; or a rank did not come.
+            PeerLostError: A rank died, froze or closed its engine.
             CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched, unless
                 the error's `in_doubt` says that the commit may have happened.
         """

@@ -13,7 +13,7 @@
     ├── PlanError (ValueError)                shards that cannot be laid out
     │   └── StalePlanError                    a plan that some ranks followed; the next is another
     ├── RankError                             it failed on some rank, so it failed on all
-    │   └── PeerLostError (ConnectionError)   a rank died, froze, left or never came
+    │   └── PeerLostError (ConnectionError)   a rank died, froze or left, or never joined
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
     │   ├── RankFormatError                   some rank found that, so all raise it; a RankError
     │   ├── FormatVersionError                a newer format than this version reads
@@ -217,7 +217,10 @@ class RankError(CheckpointError):
 
 
 class PeerLostError(RankError, ConnectionError):
-    """A rank died, froze, closed its engine or did not come.
+    """A rank died, froze or closed its engine, or never joined the others.
+
+    A rank that is alive but does not make the call that the others make is not lost: that is a
+    plain `RankError`, after `meet_timeout_s`.
 
     Attributes:
         ranks: Which.

@@ -162,9 +162,9 @@ class Ranks(Protocol):
                 the coordinator is lost, is then in doubt; otherwise nothing may have happened.
 
         Raises:
-            RankError: From the block: it failed on some rank. In a world of one, what the
-                block raised passes unchanged.
-            PeerLostError: From the block: a rank was lost, or did not come.
+            RankError: From the block: it failed on some rank, or one that is alive did not come
+                to a round. In a world of one, what the block raised passes unchanged.
+            PeerLostError: From the block: a rank was lost.
             asyncio.CancelledError: From the block: it was cancelled here. Other ranks get
                 a `RankError`; it is the `__cause__` here. Cancelling a second time stops waiting
                 for the others, and leaves no cause.

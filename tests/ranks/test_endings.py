@@ -521,6 +521,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         " meet_timeout_s; one that saves or loads alone passes ranks='solo'"
     )
     assert errors[0].causes == {1: "did not come", 3: "did not come"}
+    assert {type(error) for error in errors} == {RankError}  # not lost: it lives
 
 
 @pytest.mark.parametrize("seed", range(5))
