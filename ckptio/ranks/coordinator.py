@@ -301,7 +301,7 @@ class Coordinator:
 
     def _look(self) -> None:
         """Tell who waits for it that no session is left."""
-        if self._quiet is not None and not self._quiet.done() and not self._table.num_meetings:
+        if self._quiet is not None and not self._quiet.done() and not self._table.num_sessions:
             self._quiet.set_result(None)
 
     async def close(self) -> None:

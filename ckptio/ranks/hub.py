@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ckptio.ranks.frames import Head
     from ckptio.ranks.interface import Deadlines, Json
 
-_MAX_MEETINGS = 1024
+_MAX_SESSIONS = 1024
 
 
 class Outgoing(NamedTuple):
@@ -70,12 +70,12 @@ class _Encoding:
         return self._data
 
 
-class _Meeting:
+class _Session:
     """A session, as the table sees it."""
 
     __slots__ = (
-        "causes", "deciding", "ended", "failing_since_s", "in_doubt", "is_decisive", "key", "left",
-        "messages", "num_causes", "phase", "reason", "since_s", "strangers",
+        "causes", "deciding", "ended", "failing_since_s", "in_doubt", "is_decisive", "key",
+        "left", "lost", "messages", "num_causes", "phase", "reason", "since_s",
     )  # fmt: skip
 
     def __init__(self, key: str) -> None:
@@ -92,7 +92,7 @@ class _Meeting:
         self.is_decisive = False
         self.causes: dict[int, str] = {}
         self.num_causes = 0
-        self.strangers: list[int] = []  # lost, or did not come
+        self.lost: list[int] = []  # not those that live and did not come
 
     def blame(self, rank: int, cause: str) -> None:
         """Note a cause, of the first few ranks, and of rank 0: it decides, or fails to."""
@@ -131,39 +131,39 @@ class Hub:
         self._clock = clock
         self._send = send
         self._ready = ready
-        self._meetings: dict[str, _Meeting] = {}
+        self._sessions: dict[str, _Session] = {}
         self._lost: dict[int, str] = {}
         self._apart = ""
         self.num_messages = 0
 
     @property
-    def num_meetings(self) -> int:
+    def num_sessions(self) -> int:
         """Sessions that some rank has not ended."""
-        return len(self._meetings)
+        return len(self._sessions)
 
     def say(self, rank: int, key: str, phase: str, message: Json) -> None:
         """Take a message of a round."""
         self.num_messages += rank != 0
-        meeting = self._meeting(key)
-        if meeting.failing_since_s is not None:
+        session = self._session(key)
+        if session.failing_since_s is not None:
             return
-        problem = _problem(meeting, rank, phase)
+        problem = _problem(session, rank, phase)
         if problem:
-            self._fail(meeting, problem, {rank: problem})
+            self._fail(session, problem, {rank: problem})
             return
-        if not meeting.messages:
-            meeting.phase, meeting.since_s = phase, self._clock()
-        meeting.messages[rank] = message
-        if len(meeting.messages) == self._world_size:
-            messages = [meeting.messages[r] for r in range(self._world_size)]
-            meeting.messages = dict.fromkeys(meeting.messages)
-            meeting.deciding = True
+        if not session.messages:
+            session.phase, session.since_s = phase, self._clock()
+        session.messages[rank] = message
+        if len(session.messages) == self._world_size:
+            messages = [session.messages[r] for r in range(self._world_size)]
+            session.messages = dict.fromkeys(session.messages)
+            session.deciding = True
             self._ready(key, messages)
 
     def absent(self, key: str) -> list[int]:
         """Name the ranks that have not come to a round that others have come to."""
-        meeting = self._meetings.get(key)
-        came = range(self._world_size) if meeting is None else meeting.messages
+        session = self._sessions.get(key)
+        came = range(self._world_size) if session is None else session.messages
         return [rank for rank in range(self._world_size) if rank not in came]
 
     def answer(self, key: str, answers: Sequence[Json] | Same) -> bool:
@@ -171,13 +171,13 @@ class Hub:
 
         Args:
             key: The session.
-            answers: By rank; equal objects are encoded once.
+            answers: By rank; one object for several ranks is encoded once.
 
         Returns:
             Whether they were sent: a session that has failed meanwhile takes none.
         """
-        meeting = self._meetings.get(key)
-        if meeting is None or not meeting.deciding or meeting.failing_since_s is not None:
+        session = self._sessions.get(key)
+        if session is None or not session.deciding or session.failing_since_s is not None:
             return False
         head = Answer(key)
         encodings: dict[int, _Encoding] = {}
@@ -187,8 +187,8 @@ class Hub:
             encoding = encodings.setdefault(id(value), _Encoding(value))
             encoding()  # one that cannot be encoded is found before any is sent
             outgoing.append(Outgoing(head, value, encoding))
-        meeting.messages = {}
-        meeting.deciding = False
+        session.messages = {}
+        session.deciding = False
         self.num_messages += len(outgoing)
         for rank, frame in enumerate(outgoing, 1):
             self._send(rank, frame)
@@ -197,12 +197,12 @@ class Hub:
     def decisive(self, key: str, *, is_on: bool) -> None:
         """Note whether a failure from now on leaves ranks in doubt."""
         # one that is over, because rank 0 did not stop in time, is not begun again
-        meeting = self._meeting(key) if is_on else self._meetings.get(key)
-        if meeting is None:
+        session = self._session(key) if is_on else self._sessions.get(key)
+        if session is None:
             return
-        meeting.is_decisive = is_on
-        if meeting.failing_since_s is not None:
-            meeting.in_doubt = is_on
+        session.is_decisive = is_on
+        if session.failing_since_s is not None:
+            session.in_doubt = is_on
 
     def part(self, why: str) -> None:
         """Let no session begin any more: who says that the next calls belong together?
@@ -218,27 +218,27 @@ class Hub:
 
     def left(self, rank: int, key: str) -> None:
         """Take note that a rank is through with a session."""
-        meeting = self._meeting(key)
-        meeting.left.add(rank)
-        if meeting.messages and meeting.failing_since_s is None:
-            problem = f"{name_ranks([rank])} left before round {meeting.phase!r}"
-            self._fail(meeting, problem, {rank: "left too early"})
-        self._end(meeting, rank)
+        session = self._session(key)
+        session.left.add(rank)
+        if session.messages and session.failing_since_s is None:
+            problem = f"{name_ranks([rank])} left before round {session.phase!r}"
+            self._fail(session, problem, {rank: "left too early"})
+        self._end(session, rank)
 
     def failed(self, rank: int, key: str, cause: str) -> None:
         """Take note that a rank's body ended with an error; an empty cause is none."""
-        meeting = self._meeting(key)
+        session = self._session(key)
         if cause:
-            meeting.blame(rank, cause)
-        meeting.ended.add(rank)
-        self._fail(meeting, "", {})
-        self._settle(meeting)
+            session.blame(rank, cause)
+        session.ended.add(rank)
+        self._fail(session, "", {})
+        self._settle(session)
 
     def stopped(self, rank: int, key: str) -> None:
         """Take note that a rank's body ended because it was told to."""
-        meeting = self._meetings.get(key)
-        if meeting is not None:
-            self._end(meeting, rank)
+        session = self._sessions.get(key)
+        if session is not None:
+            self._end(session, rank)
 
     def lose(self, rank: int, reason: str) -> None:
         """Take note that a rank is lost, and fail what it has not left."""
@@ -251,122 +251,122 @@ class Hub:
             for other in range(self._world_size):
                 if other != rank:
                     self._send(other, frame)
-        for meeting in list(self._meetings.values()):
-            if rank not in meeting.ended:
-                self._miss(meeting, [rank])
-                meeting.ended.add(rank)
-                self._settle(meeting)
+        for session in list(self._sessions.values()):
+            if rank not in session.ended:
+                self._miss(session, [rank])
+                session.ended.add(rank)
+                self._settle(session)
 
     def tick(self) -> None:
         """Give up on ranks that are waited for too long."""
         now_s, meet_s = self._clock(), self._deadlines.meet_s
-        for meeting in list(self._meetings.values()):
-            if meeting.failing_since_s is not None:
-                if now_s - meeting.failing_since_s > meet_s:
-                    self._give_up(meeting)
-            elif meeting.messages and not meeting.deciding and now_s - meeting.since_s > meet_s:
-                absent = self.absent(meeting.key)
+        for session in list(self._sessions.values()):
+            if session.failing_since_s is not None:
+                if now_s - session.failing_since_s > meet_s:
+                    self._give_up(session)
+            elif session.messages and not session.deciding and now_s - session.since_s > meet_s:
+                absent = self.absent(session.key)
                 problem = (
-                    f"{name_ranks(absent)} did not come to round {meeting.phase!r} within"
+                    f"{name_ranks(absent)} did not come to round {session.phase!r} within"
                     f" {meet_s:g} s; every rank of the job has to make the same calls, or wait"
                     " longer with meet_timeout_s; one that saves or loads alone passes ranks='solo'"
                 )
-                self._fail(meeting, problem, dict.fromkeys(absent, "did not come"))
+                self._fail(session, problem, dict.fromkeys(absent, "did not come"))
                 self.part(f"{name_ranks(absent)} did not come to an earlier call")
 
-    def _meeting(self, key: str) -> _Meeting:
+    def _session(self, key: str) -> _Session:
         """Find a session, or begin it; one that begins in a broken group has failed."""
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = _Meeting(key)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = _Session(key)
             if self._lost:
-                self._miss(meeting, list(self._lost))
-                meeting.ended.update(self._lost)
+                self._miss(session, list(self._lost))
+                session.ended.update(self._lost)
             elif self._apart:
-                self._fail(meeting, self._apart, {})
-            elif len(self._meetings) > _MAX_MEETINGS:
-                self._fail(meeting, f"more than {_MAX_MEETINGS} sessions at a time", {})
-        return meeting
+                self._fail(session, self._apart, {})
+            elif len(self._sessions) > _MAX_SESSIONS:
+                self._fail(session, f"more than {_MAX_SESSIONS} sessions at a time", {})
+        return session
 
-    def _miss(self, meeting: _Meeting, lost: list[int]) -> None:
+    def _miss(self, session: _Session, lost: list[int]) -> None:
         """Fail a session because ranks are lost."""
-        if meeting.failing_since_s is None or meeting.strangers:
-            meeting.strangers.extend(lost)
+        if session.failing_since_s is None or session.lost:
+            session.lost.extend(lost)
         for rank in lost:
-            meeting.blame(rank, self._cause(rank))
-        self._fail(meeting, "", {})
+            session.blame(rank, self._cause(rank))
+        self._fail(session, "", {})
 
-    def _fail(self, meeting: _Meeting, reason: str, causes: dict[int, str]) -> None:
+    def _fail(self, session: _Session, reason: str, causes: dict[int, str]) -> None:
         """Stop every rank that is in a session or has yet to come to it."""
-        if meeting.failing_since_s is not None:
+        if session.failing_since_s is not None:
             return
-        meeting.failing_since_s = self._clock()
-        meeting.in_doubt = meeting.is_decisive
-        meeting.reason = reason
+        session.failing_since_s = self._clock()
+        session.in_doubt = session.is_decisive
+        session.reason = reason
         for rank, cause in causes.items():
-            meeting.blame(rank, cause)
-        meeting.messages = {}
-        frame = Outgoing(Stop(meeting.key), None, bytes)
+            session.blame(rank, cause)
+        session.messages = {}
+        frame = Outgoing(Stop(session.key), None, bytes)
         for rank in range(self._world_size):
-            if rank not in meeting.ended and rank not in self._lost:
+            if rank not in session.ended and rank not in self._lost:
                 self._send(rank, frame)
 
-    def _end(self, meeting: _Meeting, rank: int) -> None:
-        meeting.ended.add(rank)
-        self._settle(meeting)
+    def _end(self, session: _Session, rank: int) -> None:
+        session.ended.add(rank)
+        self._settle(session)
 
-    def _give_up(self, meeting: _Meeting) -> None:
+    def _give_up(self, session: _Session) -> None:
         """End a session although ranks have not said that they stopped."""
         for rank in range(self._world_size):
-            if rank not in meeting.ended:
-                meeting.blame(rank, f"{NOT_STOPPED} within {self._deadlines.meet_s:g} s")
-        meeting.ended.update(range(self._world_size))
-        self._settle(meeting)
+            if rank not in session.ended:
+                session.blame(rank, f"{NOT_STOPPED} within {self._deadlines.meet_s:g} s")
+        session.ended.update(range(self._world_size))
+        self._settle(session)
 
-    def _settle(self, meeting: _Meeting) -> None:
+    def _settle(self, session: _Session) -> None:
         """Give the verdict, when every rank has ended."""
-        if len(meeting.ended) < self._world_size:
+        if len(session.ended) < self._world_size:
             return
-        self._meetings.pop(meeting.key, None)
-        if meeting.failing_since_s is None:
+        self._sessions.pop(session.key, None)
+        if session.failing_since_s is None:
             return
-        verdict = _verdict(meeting)
-        frame = Outgoing(End(meeting.key), verdict, _Encoding(verdict))
+        verdict = _verdict(session)
+        frame = Outgoing(End(session.key), verdict, _Encoding(verdict))
         for rank in range(self._world_size):
-            if rank not in meeting.left and rank not in self._lost:
+            if rank not in session.left and rank not in self._lost:
                 self._send(rank, frame)
 
     def _cause(self, rank: int) -> str:
         return lost_cause(self._hosts[rank], self._lost[rank])
 
 
-def _verdict(meeting: _Meeting) -> Verdict:
-    what = f"session {meeting.key!r}"
-    causes, in_doubt = dict(sorted(meeting.causes.items())), meeting.in_doubt
-    if meeting.strangers:
-        return loss(what, meeting.strangers, causes, in_doubt=in_doubt)
+def _verdict(session: _Session) -> Verdict:
+    what = f"session {session.key!r}"
+    causes, in_doubt = dict(sorted(session.causes.items())), session.in_doubt
+    if session.lost:
+        return loss(what, session.lost, causes, in_doubt=in_doubt)
     return failure(
         what,
         causes,
-        reason=meeting.reason,
-        num_more=meeting.num_causes - len(causes),
+        reason=session.reason,
+        num_more=session.num_causes - len(causes),
         in_doubt=in_doubt,
     )
 
 
-def _problem(meeting: _Meeting, rank: int, phase: str) -> str:
+def _problem(session: _Session, rank: int, phase: str) -> str:
     """Say why a message cannot belong to a session as it is."""
-    if rank in meeting.ended:
+    if rank in session.ended:
         return f"{name_ranks([rank])} used the key twice"
-    if meeting.left:
-        left = name_ranks(meeting.left)
+    if session.left:
+        left = name_ranks(session.left)
         return f"{left} left before round {phase!r}, which {name_ranks([rank])} came to"
-    if rank in meeting.messages:
+    if rank in session.messages:
         return f"{name_ranks([rank])} came to a round before the last one was over"
-    if meeting.messages and phase != meeting.phase:
+    if session.messages and phase != session.phase:
         return (
             f"{name_ranks([rank])} came to round {phase!r} while"
-            f" {name_ranks(meeting.messages.keys())} came to {meeting.phase!r};"
+            f" {name_ranks(session.messages.keys())} came to {session.phase!r};"
             " every rank of the job has to make the same calls"
         )
     return ""

@@ -488,7 +488,7 @@ def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
                     handles.append(handle)
                     await handle
                 while not handles[-1].durable.done():
-                    most = max(most, table.num_meetings)
+                    most = max(most, table.num_sessions)
                     await asyncio.sleep(1.0)
                 await handles[-1].durable
                 for handle in handles[:-1]:

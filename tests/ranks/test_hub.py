@@ -65,7 +65,7 @@ def test_a_round_is_a_frame_a_rank_and_one_encoding(world_size: int) -> None:
     assert post.hub.num_messages == 2 * (world_size - 1)
     for rank in range(world_size):
         post.hub.left(rank, "save")
-    assert post.hub.num_meetings == 0
+    assert post.hub.num_sessions == 0
     assert len(post.sent) == world_size - 1
 
 
@@ -80,7 +80,7 @@ def test_when_all_fail_the_verdict_stays_small() -> None:
     assert f"and on {world_size - MAX_CAUSES} more" in verdict.text
     assert post.heads(End) == list(range(world_size))
     assert len(post.sent) < 3 * world_size
-    assert post.hub.num_meetings == 0
+    assert post.hub.num_sessions == 0
 
 
 def test_when_all_leave_one_by_one_only_the_first_is_told_of() -> None:
@@ -171,7 +171,7 @@ def test_taking_back_a_decision_begins_no_session() -> None:
     post.hub.tick()
     assert post.verdict().in_doubt
     post.hub.decisive("save", is_on=False)
-    assert post.hub.num_meetings == 0
+    assert post.hub.num_sessions == 0
 
 
 def test_who_does_not_come_to_a_later_round_is_named() -> None:
@@ -221,7 +221,7 @@ def test_who_does_not_stop_is_waited_for_from_the_failure_on() -> None:
     assert post.verdict().causes == {0: "has not stopped within 60 s", 2: "ValueError: no"}
     assert not post.hub.answer("save", Same(None))
     assert post.heads(Answer) == []
-    assert post.hub.num_meetings == 0
+    assert post.hub.num_sessions == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -259,7 +259,7 @@ def test_a_rank_that_is_lost_last_gives_the_others_their_verdict() -> None:
     assert post.heads(End) == []
     post.hub.lose(2, "its connection ended")
     assert post.heads(End) == [0, 1]
-    assert post.hub.num_meetings == 0
+    assert post.hub.num_sessions == 0
 
 
 def test_the_cause_on_rank_0_is_told_however_many_there_are() -> None:
@@ -305,7 +305,7 @@ def test_too_many_sessions_at_a_time_are_refused() -> None:
     post = Post(2)
     for number in range(1100):
         post.hub.say(1, f"s{number}", "plan", 1)
-    assert post.hub.num_meetings <= 1100
+    assert post.hub.num_sessions <= 1100
     assert len(post.heads(Stop)) == 2 * (1100 - 1024)
 
 
