@@ -64,7 +64,7 @@ class Reading:
         on_damage: Takes damaged blocks and missing files, and blocks that a disk does not give
             (EIO); without it the first one raises.
         num_tensors: Tensors that are filled or made; for events.
-        read_nbytes: Bytes read so far.
+        read_nbytes: Bytes that have come so far: read here, or passed on by another rank.
         opens: Files that are being opened or closed. No more have a thread, or wait for one: if
             they hang, those of others are next.
     """

@@ -24,7 +24,7 @@ class LoadReport:
     Attributes:
         path: The checkpoint.
         save_id: The save that wrote it.
-        nbytes: Bytes read.
+        nbytes: Bytes that came to this rank: read, or passed on by another rank.
         num_tensors: Tensors filled or made.
         missing: Names of the target that the checkpoint does not have; left as they were.
         unexpected: Names of the checkpoint that the target does not have; not read.

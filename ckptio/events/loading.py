@@ -86,9 +86,9 @@ class LoadStarted(Event):
     """A load has its plan and begins to read.
 
     Attributes:
-        nbytes: Bytes to read.
+        nbytes: Bytes that are to come to this rank: read, or passed on by another rank.
         num_tensors: Tensors to fill.
-        num_files: Files they come from.
+        num_files: Files that this rank reads.
     """
 
     nbytes: int
@@ -98,11 +98,11 @@ class LoadStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadProgressed(Event):
-    """A range was read and its checksums agreed.
+    """A range was read, or passed on by another rank, and its checksums agreed.
 
     Attributes:
-        read_nbytes: Bytes read so far.
-        nbytes: Bytes to read in all.
+        read_nbytes: Bytes that have come so far, in either way.
+        nbytes: Bytes that are to come in all.
     """
 
     read_nbytes: int
@@ -114,7 +114,7 @@ class LoadFinished(Event):
     """Every wanted tensor is filled.
 
     Attributes:
-        nbytes: Bytes read.
+        nbytes: Bytes that came to this rank: read, or passed on by another rank.
         elapsed_s: Seconds since `load` was called.
     """
 
