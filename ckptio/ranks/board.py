@@ -153,7 +153,9 @@ class Board:
         self.store.set(self._key(self.number), msgspec.json.encode(meeting).decode())
 
     def look(self) -> Sight:
-        """Look for the newest meeting. No other of its process waits: see `turns`.
+        """Look for the newest meeting, skipping numbers that were taken and never announced.
+
+        Older ones need no look: a process waits at one meeting at a time (`turns`).
 
         Raises:
             RankError: What is said of it is not what this version says.

@@ -49,7 +49,7 @@ async def ranks_of(
         group: A process group of `torch.distributed`; the whole job if not given.
         environ: Where torchrun has put its variables: `os.environ`.
         deadlines: How long is waited for the others.
-        executor: Its threads wait for the store.
+        executor: Its threads look for addresses; the store is asked on a thread of its own.
 
     Returns:
         The ranks, open. The caller closes them, on the same loop.

@@ -90,8 +90,8 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
         The group, open. The caller closes it, on the same loop.
 
     Raises:
-        PeerLostError: Ranks did not come in time; it names them. Rank 0, where the store does
-            not answer, through which it is met.
+        PeerLostError: Ranks did not come in time; it names them. It names rank 0 if the store,
+            through which rank 0 is met, does not answer.
         RankError: The store cannot be used, an earlier call takes too long, or rank 0 may not open
             as many files as there are ranks.
         asyncio.CancelledError: The caller was cancelled; nothing is left open.

@@ -53,8 +53,8 @@ class StoreThread:
 
         Raises:
             StoreTimeoutError: It did not answer, be it to a call before this one.
-            asyncio.CancelledError: The caller was cancelled. The call has ended by then, but
-                where it takes long.
+            asyncio.CancelledError: The caller was cancelled. The call has ended by then, unless
+                it took `_LEAST_S` seconds more; then it is left to itself.
         """
         left_s = self._until_s - asyncio.get_running_loop().time()
         return await self._ask(functools.partial(function, *args, **kwargs), max(_LEAST_S, left_s))

@@ -25,13 +25,13 @@ _SLICE_NBYTES = 64 << 10
 
 
 class Receiver(Protocol):
-    """Takes what comes over a wire. Nothing is called after `wire_lost`."""
+    """Takes what comes over a wire, until `wire_lost`, `hang_up` or `cut`; nothing after that."""
 
     def frame(self, wire: Wire, head: AnyHead, body: bytes) -> None:
         """Take a frame; `msgspec.MsgspecError` or `ValueError` if it is nonsense."""
 
     def wire_lost(self, wire: Wire, reason: str) -> None:
-        """Take note of the end of the connection, once."""
+        """Take note that the connection ended, unless this end had ended it before. Once."""
 
 
 class Wire(asyncio.Protocol):
@@ -42,7 +42,7 @@ class Wire(asyncio.Protocol):
         max_nbytes: A longer frame ends the connection.
 
     Attributes:
-        receiver: As given; may be exchanged between frames.
+        receiver: As given.
         max_nbytes: As given; may be raised.
         last_heard_s: When a byte came last, on the loop's clock.
         last_sent_s: When a frame was last given to `send`.

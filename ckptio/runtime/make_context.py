@@ -38,7 +38,7 @@ async def meet_ranks(ranks: object, config: CheckpointConfig, executor: Executor
     Args:
         ranks: `"auto"`, `"solo"` or a process group; see `api.Engine`.
         config: How long is waited for them.
-        executor: Its threads wait for the store.
+        executor: Its threads look for addresses; the store is asked on a thread of its own.
     """
     if is_word(ranks, "solo"):
         return SoloRanks()
