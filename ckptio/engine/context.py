@@ -96,7 +96,8 @@ class EngineContext:
         jobs: On rank 0, what was decided in earlier saves, by plan.
         last_job: Of those, what was decided last.
         planning: Serialises planning, because each plan starts from the previous `last_job`.
-        received: Manifests that rank 0 has read, by path: whose content is as it says is asked.
+        received: Manifests as rank 0 last read them for all ranks, by path. Each load asks rank 0
+            whether its save id is still the current one.
         files: Files open for reading at a time.
         lanes: Threads that read files of what is not cached at a time, of all loads together;
             each holds a slab, and what is left of the pool is for others.
@@ -214,11 +215,11 @@ def wait_for_all(pending: Sequence[PendingCopies]) -> None:
 
 
 class Recent(Generic[K, V]):
-    """What was found for earlier saves, by everything that it depends on.
+    """What earlier saves and loads have found. The least recently used entry goes first.
 
-    The key of a plan is the structure itself (names, element types, shapes, in order),
-    compared whole, not a digest of it: a changed structure can never be saved with an old
-    plan. Tensors play no part in it. The least recently used goes first.
+    The key of `plans` and `agreements` is the structure itself (names, element types, shapes,
+    in order), compared whole, not a digest of it: a changed structure can never be saved with
+    an old plan. Tensors play no part in it.
 
     Args:
         max_entries: What is kept at the most.

@@ -66,7 +66,8 @@ class JobRecord:
         job: Who writes what.
         places: Where the parts of each rank lie in its files; `None` until it has said so.
         num_files: Files of each rank.
-        plan_id: Names the plan by what it says: saves of one state at a time have one plan.
+        plan_id: A digest of the blocks and of who writes what, so that overlapping saves of one
+            state share a plan.
         table: The manifest's tensor table, once all places are known.
         numbers: Place of each tensor in that table, by name.
     """
@@ -99,7 +100,7 @@ class Decider:
     Args:
         job: The save.
         context: The engine.
-        my_turn: Waits until earlier saves to the same place have ended.
+        my_turn: Waits until this save may commit; see `turns.turn`.
 
     Attributes:
         attempt: What is committed; set before the receipts are in.
@@ -123,6 +124,7 @@ class Decider:
         """
         _check_common(messages)
         receipts = [message for message in messages if message["kind"] == "receipt"]
+        # listings name no plan: where all messages name one, and there is a receipt, all are
         if len({message.get("plan") for message in messages}) == 1 and receipts:
             return await self._commit(receipts)
         followed = {

@@ -2,9 +2,10 @@
 
     manifest (cache) -> sizes of files -> plan -> ranges: read, verify, land
 
-Nothing lands before the sizes of all files were checked, and no block before its own
-checksum was. A range, or a lane of them, holds one slab from read to landing; memory
-beside the targets is the pool, whatever the size of the state.
+Nothing lands before the sizes of the files that are read were checked (by the caller of
+`read_plan`, with `check_sizes`), and no block before its own checksum was. A range, or a lane of
+them, holds one slab from read to landing; memory beside the targets is the pool, and what is
+mapped of the page cache (`num_cached_lanes`), whatever the size of the state.
 """
 
 from __future__ import annotations

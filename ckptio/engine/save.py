@@ -52,7 +52,8 @@ class SaveJob:
         metadata: What to say of it in the manifest; that of rank 0 counts.
         note: To be left beside the checkpoint: that it is to be copied, and where to.
         permit: Awaited before the commit, by the rank that commits; raises if there must be none.
-        staged_s: Seconds from then until every byte was copied.
+        staged_s: Seconds from `started_s` until `staged` came; that may be later than the last
+            copy (`SaveProgress.staged`).
     """
 
     save_id: str

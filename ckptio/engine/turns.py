@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ckptio.engine.save import SaveJob
     from ckptio.storage.interface import Attempt, Storage
 
-    #: Waits until earlier saves to the same place have ended.
+    #: Waits until a save may commit: earlier ones to the same place have ended, and its
+    #: `permit`, if it has one, has not raised.
     MyTurn = Callable[[Attempt], Awaitable[None]]
 
 T = TypeVar("T")
@@ -105,7 +106,8 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     """Let saves to one place commit in the order in which they were asked for.
 
     A later save copies and writes meanwhile, and waits for the end of the earlier one only
-    before its commit: the newest state is what stays. Gives what waits for the turn.
+    before its commit: the newest state is what stays. Gives what waits for the turn, and then
+    for the job's `permit`, whose error ends the save.
 
     Which of the others go to the same place by another name is asked then, too: a mount whose
     server is gone does not answer, and copies are not to wait for it. Whoever gets no answer passes
