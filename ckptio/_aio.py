@@ -2,8 +2,9 @@
 
 A thread that holds a buffer is outlived, not abandoned. Cancel a task that awaits
 `asyncio.to_thread(write, buffer)` and let its `finally` give the buffer back: the thread
-is still writing, and what lands in the file is the next owner's bytes. Everything here
-waits until the other side is done, and raises the cancellation only then.
+is still writing, and what lands in the file is the next owner's bytes. So `outlive`, and
+what is built on it here, waits until the other side is done, and raises the cancellation only
+then. `wait` and `readable` leave the other side alone, and stop waiting at once.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ async def in_own_thread(
 
     Args:
         function: What to run, once, also where an interrupt comes as it is to begin.
-        on_cancel: Called if the caller is cancelled or interrupted meanwhile, and each time;
-            asks `function` to stop.
+        on_cancel: Asks `function` to stop. Called at the first cancellation or interrupt that
+            comes to the caller, and once more at a second interrupt; not at further cancellations.
 
     Raises:
         BaseException: What `function` raised; or the cancellation, or the interrupt. A second

@@ -57,13 +57,14 @@ def run_into(
 
 
 class Threads(concurrent.futures.Executor):
-    """A fixed number of daemon threads, made as they are needed.
+    """Daemon threads, made as they are needed: a fixed number, and others for those that hang.
 
     `ThreadPoolExecutor` takes no more work once the interpreter begins to end, which is
     while a program that did not wait for its last save still has that save to finish.
 
     Args:
-        max_threads: At most this many, and so the limit of what is done at a time.
+        max_threads: At most this many that do not count as hung, and so the limit of what is done
+            at a time.
         name: Prefix of their names.
         hung_s: Seconds after which threads do not count any more, if all have had the same work for
             so long while other work waits; they count again when that has ended. Only work that a
@@ -86,7 +87,7 @@ class Threads(concurrent.futures.Executor):
     def submit(
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> concurrent.futures.Future[T]:
-        """Run `function` on one of the threads, in turn.
+        """Run `function` on one of the threads, in turn; here, if no thread can begin.
 
         Raises:
             RuntimeError: `shutdown` was called.
@@ -111,7 +112,7 @@ class Threads(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
         """Let the threads end once the work is done, and wait for that.
 
-        Nothing is cancelled: whoever asks for that does not wait.
+        `cancel_futures` cancels nothing here: it only keeps this from waiting.
         """
         with self._lock:
             self._closed = True

@@ -93,7 +93,7 @@ class _Key:
 
 
 class MetadataCache:
-    """Manifests by checkpoint. Used from the loop it was entered on.
+    """Manifests by checkpoint. Used from the loop that `run` runs on; `statistics` from anywhere.
 
     Args:
         max_entries: Manifests kept, at most.
@@ -142,16 +142,19 @@ class MetadataCache:
         self._inbox.put_nowait(None)
 
     async def get(self, storage: Storage, *, fresh: bool = False) -> Manifest:
-        """Give the manifest of a checkpoint as it is now, or newer.
+        """Give the manifest of a checkpoint, as it is at the call or later.
+
+        With `ttl_s`, it may be as much older as that says.
 
         Args:
             storage: The checkpoint.
-            fresh: Whether `ttl_s` counts for nothing: somebody has reason to doubt.
+            fresh: Ask the storage in any case, whatever `ttl_s` says.
 
         Raises:
             CheckpointNotFoundError: There is none.
             FormatError: It is damaged.
             StorageError: It cannot be read.
+            EngineClosedError: `run` does not run yet, or was closed meanwhile.
         """
         if not self._open:
             raise _closed()

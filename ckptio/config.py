@@ -51,9 +51,9 @@ class CheckpointConfig:
     """Options of an engine.
 
     Attributes:
-        pool_nbytes: Hard budget of the staging pool, in bytes. All of its whole slabs but one
-            are used; the last covers what a save needs besides (about 2 KB per tensor, so
-            a slab is enough for some 8,000). A state up to this size is copied at once, and
+        pool_nbytes: Hard budget of the staging pool, in bytes. If 8 or more slabs fit, one is left
+            unused, for what a save needs besides (about 2 KB per tensor, so a slab is enough
+            for some 8,000). A state up to the size of the others is copied at once, and
             `await handle.staged` takes one memory copy; a larger one flows through in waves.
             For the shortest stall, set it to a rank's bytes, plus a slab for each file, plus
             one slab. Memory is allocated when first needed, then kept and reused.

@@ -79,7 +79,11 @@ class OutOfStepError(ConfigError):
 
 
 class EngineClosedError(CheckpointError, RuntimeError):
-    """The engine was used before it was entered or after it was left."""
+    """The engine is not open: not entered yet, left meanwhile, or the parent's of a forked process.
+
+    Entering raises it where the system gives the engine no thread or no descriptors, and for an
+    engine that was entered before.
+    """
 
 
 class SaveAbortedError(CheckpointError):
@@ -91,7 +95,11 @@ class StagingError(CheckpointError, MemoryError):
 
 
 class StateError(CheckpointError):
-    """The state given to `save` cannot be saved as it is."""
+    """Something outside of the checkpoint keeps a save or load from being done.
+
+    The state was changed before it was copied, or has a part that cannot be saved; a CUDA graph is
+    being captured; a device has failed; or somebody cancelled a task of the engine's own.
+    """
 
 
 class UnsupportedLeafError(StateError, TypeError):

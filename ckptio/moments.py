@@ -64,7 +64,7 @@ class Moment(Generic[T]):
     Attributes:
         is_awaited: Whether anybody has begun to wait for it, or for what comes with it.
         is_raised: Whether somebody who waited to the end has the error of its failure.
-        on_seen: Called, on the thread of whoever learns that the moment has come.
+        on_seen: Called, on the thread of whoever learns that the moment has come, or will not.
         on_raised: Called there when it is `is_raised`.
     """
 
