@@ -112,9 +112,7 @@ async def write_buckets(
         async with Siblings() as group:
             group.create_task(progress.begin(begin), name=f"begin {job.storage.path}")
             for file in files:
-                part = group.create_task(
-                    _carry(file, job, context, progress), name=f"bucket {file.name}"
-                )
+                part = group.create_task(_carry(file, progress), name=f"bucket {file.name}")
                 # however it ends, cancelled before its first step too: others wait behind it
                 num = len(file.bucket.segments)
                 part.add_done_callback(functools.partial(progress.ended, file.first, num))
@@ -132,14 +130,14 @@ def _one_after_another(number: int) -> list[asyncio.Event]:
     return events
 
 
-async def _carry(file: _File, job: SaveJob, context: EngineContext, progress: SaveProgress) -> None:
+async def _carry(file: _File, progress: SaveProgress) -> None:
     """Copy and write one bucket."""
     sink = Made["Sink | AwaitedSink"]()
     async with Siblings() as group:
         group.create_task(sink.make(_create(file, progress.attempt)), name=f"create {file.name}")
         for number, segment in enumerate(file.bucket.segments, file.first):
             part = group.create_task(
-                _carry_segment(segment, number, file, sink, job, context, progress),
+                _carry_segment(segment, number, file, sink, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
             part.add_done_callback(functools.partial(progress.ended, number, 1))  # as above
@@ -148,7 +146,7 @@ async def _carry(file: _File, job: SaveJob, context: EngineContext, progress: Sa
         await made.close()
     else:
         async with progress.closes:
-            await run_blocking(context.executor, made.close)
+            await run_blocking(progress.context.executor, made.close)
     file.is_closed = True
 
 
@@ -162,45 +160,43 @@ async def _carry_segment(
     number: int,
     file: _File,
     opening: Made[Sink | AwaitedSink],
-    job: SaveJob,
-    context: EngineContext,
     progress: SaveProgress,
 ) -> None:
     """Copy, sum and write one segment."""
+    pool, source = progress.context.pool, progress.job.source
     await progress.lease_turn(number)
-    async with context.pool.lease(for_device=job.source.uses_devices) as slab:
+    async with pool.lease(for_device=source.uses_devices) as slab:
         progress.leases[number + 1].set()
-        await _stage(segment, slab, job, context, progress)
-        await _copies_first(job, context, progress)
+        await _stage(segment, slab, progress)
+        await _copies_first(progress)
         sink = await opening.get()
         if not isinstance(sink, AwaitedSink):
             await progress.turn(number)
-        file.checksums[segment.start] = await _write_out(segment, slab, sink, context, progress)
+        file.checksums[segment.start] = await _write_out(segment, slab, sink, progress)
         progress.written(segment.nbytes)
 
 
-async def _stage(
-    segment: Segment, slab: Slab, job: SaveJob, context: EngineContext, progress: SaveProgress
-) -> None:
+async def _stage(segment: Segment, slab: Slab, progress: SaveProgress) -> None:
     """Copy one segment."""
+    context, gather = progress.context, progress.job.source.gather
     pending: list[PendingCopies] = []
     try:
-        await run_unless_cancelled(context.copiers, job.source.gather, segment, slab, pending)
+        await run_unless_cancelled(context.copiers, gather, segment, slab, pending)
         progress.submitted()
     finally:
         await settle(pending, context, saving=True)  # a device may be writing to the slab
     progress.staged()
 
 
-async def _copies_first(job: SaveJob, context: EngineContext, progress: SaveProgress) -> None:
-    """Let copies that somebody waits for have the machine, unless they wait for a slab.
+async def _copies_first(progress: SaveProgress) -> None:
+    """Hold writing back until all is copied, if somebody waits for `staged`.
 
-    A slab that is held here is given back as soon as anybody needs one, so nobody waits
-    for nobody.
+    Writing goes on as soon as anybody needs a slab, such as those that are held here: so what
+    waits for a slab, and what holds one, never wait for each other.
     """
-    if progress.writes_go.is_set() or not job.moments.staged.is_awaited:
+    if progress.writes_go.is_set() or not progress.job.moments.staged.is_awaited:
         return
-    with context.pool.watched(progress.writes_go.set):
+    with progress.context.pool.watched(progress.writes_go.set):
         await progress.writes_go.wait()
 
 
@@ -208,10 +204,10 @@ async def _write_out(
     segment: Segment,
     slab: Slab,
     sink: Sink | AwaitedSink,
-    context: EngineContext,
     progress: SaveProgress,
 ) -> list[int]:
     """Sum and write a segment; gives the checksums of its blocks."""
+    context = progress.context
     seal = functools.partial(_seal, segment, slab, context.config.block_nbytes)
     if not isinstance(sink, AwaitedSink):
         async with progress.writes:
