@@ -1,12 +1,13 @@
 """How a rank other than 0 finds rank 0.
 
-Where nobody answers, another program does, or rank 0 goes before all have come, a rank looks
-again: the address may be that of an earlier attempt, which was killed, and the next be on its
-way. Whoever comes when rank 0 has given up does not wait long for it.
+It reads in the store where rank 0 waits, and calls there. If nobody answers, if another program
+does, or if rank 0 goes away before all ranks have come, it looks again: the address may be that of
+an earlier attempt of the job, which was killed, and this attempt's may be about to be written. A
+rank that comes after rank 0 has given up waits only `_GRACE_S` for rank 0 to come again.
 
-A rank 0 of an earlier attempt that lives on and waits may take ranks of the next one. They go over
-to a newer one as soon as they see it; one that has met all the others before there is a newer one
-cannot be told from the right one, and the newer one says then who did not come.
+A rank 0 of an earlier attempt that is still alive may take ranks of this attempt. They leave it
+as soon as they see a newer one. If it has met all the others by then, nothing tells it from the
+right one; the newer one then fails, and names the ranks that did not come.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S = 0.005
 _MAX_PAUSE_S = 1.0
 _KNOCK_S = 10.0
-#: So much sooner an address is tried than the next one; as often is looked for something better.
+#: Seconds from the try of one address to that of the next, and between looks for a newer rank 0.
 _HEAD_START_S = 0.5
 #: How long a rank that comes too late waits for rank 0 to come again: it may do at once.
 _GRACE_S = 5.0
@@ -56,19 +57,23 @@ class Search:
     async def follow(self) -> Member:
         """Look where rank 0 waits, go there, and wait for all; again, if that came to nothing.
 
-        By asking again and again, ever less often: a store that is told to wait keeps its
-        connection, and the trainer's next call with it.
+        The store is polled, ever less often. Telling it to wait would keep its connection busy,
+        and with it the trainer's next call.
+
+        Raises:
+            RankError: There was no time left, or what was seen of a rank 0 of this attempt did not
+                change for `_patience_s`.
         """
         loop = asyncio.get_running_loop()
         heard, began_s = await self.store.ask(self.board.heard), process_began_s()
-        pause_s, since_s, state = _FIRST_PAUSE_S, loop.time(), Sight()
-        trouble: RankError | None = None
+        last, since_s, pause_s = Sight(), loop.time(), _FIRST_PAUSE_S
+        trouble: RankError | None = None  # with the rank 0 that was seen last
         while True:
             sight = await self.store.ask(self.board.look)
-            if state != (state := sight):
-                pause_s, since_s, trouble = _FIRST_PAUSE_S, loop.time(), None
+            if sight != last:
+                last, since_s, pause_s, trouble = sight, loop.time(), _FIRST_PAUSE_S, None
             meeting = sight.meeting
-            # in no time nobody answers: what an earlier try found says more
+            # with no time left nobody answers: what an earlier try found says more
             if meeting.port and (trouble is None or loop.time() < self.until_s):
                 found = await self._enter(sight.number, meeting)
                 if isinstance(found, Member):
@@ -77,6 +82,7 @@ class Search:
                     continue
                 if trouble is None or loop.time() < self.until_s:  # else it was cut short
                     trouble = found
+            # said in the life of this process, and not of a failure that the rank was told of
             is_news = sight.number > heard and meeting.at_s >= began_s
             end_s = self.until_s
             if is_news:
@@ -93,8 +99,8 @@ class Search:
         """Go where somebody seems to wait, and wait for all.
 
         Returns:
-            The group, open, or what to say of it if nothing better is found; None if something
-            better is there.
+            The group, open; or the error to raise if nothing better is found; or None if another
+            process has become rank 0, and it is to be looked for at once.
 
         Raises:
             PeerLostError: Rank 0 is there, and says who is not.
@@ -200,14 +206,14 @@ class Search:
 
 
 def _patience_s(meeting: Meeting, deadlines: Deadlines) -> float:
-    """Say for how long a rank 0 of this attempt may be as it is seen."""
+    """Say how long to wait while what is seen of a rank 0 of this attempt does not change."""
     if meeting.gone:
         return _GRACE_S
     return deadlines.peer_s if meeting.port else deadlines.meet_s
 
 
 def _absence(meet_s: float, trouble: RankError | None) -> RankError:
-    """Say that rank 0 is not there, or is one that looks like an old one, and has trouble."""
+    """Say that rank 0 did not come; or that one from before this process came, with `trouble`."""
     verdict = frames.absence([0], meet_s)
     if trouble is None:
         return verdict.error()
