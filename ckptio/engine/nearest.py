@@ -313,17 +313,18 @@ async def _agree(
 
 
 async def makes_up_for(
-    second: Storage, first: Storage, save_id: str, error: CheckpointError, context: EngineContext
+    first: Storage, second: Storage, save_id: str, error: CheckpointError, context: EngineContext
 ) -> bool:
-    """Whether the second tier is read, as a file of the first is damaged; an event says so.
+    """Whether to read the second tier, after a load of the first failed; an event says so if so.
 
-    With several ranks it is not; the error says where else the checkpoint may be.
+    Only a load by one rank does, if a file of the first tier is damaged and the second tier has
+    the same save. Otherwise a note on the error says where else the checkpoint may be.
 
     Args:
-        second: The second tier.
-        first: The first.
-        save_id: What is read.
-        error: How that failed.
+        first: The first tier.
+        second: The second.
+        save_id: The save that was read.
+        error: How reading it failed.
         context: The engine.
     """
     if context.ranks.world_size > 1:

@@ -122,7 +122,7 @@ def _read_nearest(
         if storage is second:
             raise
         # no name for it: a reference cycle would keep all that was made to be filled
-        if not (yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)):
+        if not (yield functools.partial(makes_up_for, storage, second, manifest.save_id, error)):
             raise
         without_frames(error, handled)  # which have all that was made to be filled
         return (yield from _read(core, second, request, course))
