@@ -265,10 +265,10 @@ class SaveMoments:
 
     def tell(self) -> None:
         """Log the error of a save that nobody has waited for, once."""
-        if not self._is_told and self.durable.done() and self.is_unsettled():
+        if not self._is_told and self.durable.done() and self.is_unheard():
             self._is_told = True
             error = self.error()
-            assert error is not None  # noqa: S101  # it is unsettled
+            assert error is not None  # noqa: S101  # it has ended, unheard
             # somebody wanted an end of it, or an exception of theirs has left the block
             level = logging.WARNING if isinstance(error, SaveAbortedError) else logging.ERROR
             words = "%s failed and nobody waited for it: %s"
@@ -280,8 +280,11 @@ class SaveMoments:
             return f"the copy of {self.path!r} to {self.copy_to!r}"
         return f"the save to {self.path!r}"
 
-    def is_unsettled(self) -> bool:
-        """Whether the save, or its copy, is under way, or failed and nobody has seen that."""
+    def is_unheard(self) -> bool:
+        """Whether the save, or its copy, is under way, or has failed unseen.
+
+        Unlike `not is_settled()`, this is false for a failure that somebody is about to see.
+        """
         if not self.durable.done():
             return True
         if self.committed.error() is not None and self.retrieved:
@@ -289,7 +292,7 @@ class SaveMoments:
         return self.error() is not None and not any(each.is_error_seen for each in self._all())
 
     def is_settled(self) -> bool:
-        """Whether both have ended, and somebody has the error if there is one; for good."""
+        """Whether both have ended, and somebody was given the error if there is one; for good."""
         if not self.durable.done():
             return False
         if self.error() is None or (self.committed.error() is not None and self.retrieved):

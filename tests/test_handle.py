@@ -226,10 +226,10 @@ async def test_an_error_counts_as_seen_when_somebody_saw_it() -> None:
     with pytest.raises(TimeoutError):
         save.handle.result(0.0)
     save.moments.fail(ERROR)
-    assert save.moments.is_unsettled()
+    assert save.moments.is_unheard()
     with pytest.raises(StorageError):
         save.handle.result()
-    assert not save.moments.is_unsettled()
+    assert not save.moments.is_unheard()
     aborted = Save()
     aborted.handle.abort()
     assert aborted.moments.retrieved
@@ -251,7 +251,7 @@ async def test_an_error_that_comes_as_a_wait_times_out_is_not_seen(
     monkeypatch.setattr(save.moments.committed, "wait", late)
     with pytest.raises(TimeoutError):
         save.handle.result(0.0)
-    assert save.moments.is_unsettled()
+    assert save.moments.is_unheard()
     save.moments.seen()
 
 
@@ -277,10 +277,10 @@ async def test_whoever_waits_for_any_moment_has_seen_the_error(way: str, tiers: 
     """It was raised to them: neither the log nor the end of the engine raises it again."""
     save = Save(tiers=tiers)
     save.moments.fail(ERROR)
-    assert save.moments.is_unsettled()
+    assert save.moments.is_unheard()
     with pytest.raises(StorageError):
         await asyncio.to_thread(WAYS_TO_SEE[way], save.handle)
-    assert not save.moments.is_unsettled()
+    assert not save.moments.is_unheard()
 
 
 @pytest.mark.parametrize("name", ["submitted", "staged", "committed", "durable"])
@@ -295,7 +295,7 @@ async def test_whoever_gave_up_waiting_has_seen_no_error(name: str) -> None:
     task.cancel()
     await asyncio.wait((task,))
     save.moments.fail(ERROR)
-    assert save.moments.is_unsettled()
+    assert save.moments.is_unheard()
     save.moments.seen()
 
 
@@ -328,9 +328,9 @@ async def test_a_fence_that_held_has_not_seen_what_failed_later() -> None:
     save.handle.fence()
     assert save.moments.staged.is_awaited
     save.moments.fail(ERROR)
-    assert save.moments.is_unsettled()
+    assert save.moments.is_unheard()
     save.moments.seen()
-    assert not save.moments.is_unsettled()
+    assert not save.moments.is_unheard()
 
 
 async def test_a_fence_waits_until_all_copies_are_queued() -> None:
@@ -404,7 +404,7 @@ def test_who_gives_up_has_not_seen_a_failure() -> None:
 
     asyncio.run(run())
     assert moments in kept
-    assert moments.is_unsettled()
+    assert moments.is_unheard()
     assert not moments.is_settled()
     moments.seen()
     assert not kept

@@ -78,7 +78,7 @@ def end_saves(saves: Iterable[SaveMoments], error: BaseException | None) -> None
         BaseException: Without one: the first failure that nobody has seen, with notes of some
             others, and of how many more there are; the log has those.
     """
-    failed = [save for save in saves if save.durable.done() and save.is_unsettled()]
+    failed = [save for save in saves if save.durable.done() and save.is_unheard()]
     for index, save in enumerate(failed):
         if error is not None or index > _MAX_NAMED:
             save.tell()

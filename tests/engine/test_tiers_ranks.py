@@ -184,7 +184,7 @@ def test_ranks_hear_of_a_copy_that_rank_0_has_made_after_all() -> None:
                     await asyncio.sleep(60)
                     if name == "run/1":
                         twins["far/run/0"].fault = None  # the other one stays away
-                return [handle._moments.is_unsettled() for handle in handles]
+                return [handle._moments.is_unheard() for handle in handles]
 
             assert await ranks.all(body) == [[False, True, False, False, False]] * NUM_RANKS
             assert all(not engine._core.context.copies.untold for engine in ranks.engines)
