@@ -1,15 +1,17 @@
-"""Looks at what may hang, as a mount does whose server is gone: they are given up.
+"""Read-only calls that may hang, such as a stat on a mount whose server is gone ("looks").
 
-Nobody can stop such a look, and whoever waits for it hangs, too. So each has a thread of its own,
-which is left to itself. It must hold nothing, and change nothing.
+Nobody can stop such a call, and whoever waits for it hangs, too. So each look runs on a thread of
+its own, which is abandoned if the look takes too long; it must hold nothing, and change nothing.
 
-Which mount a path is on cannot be told without asking there. But what lies in one directory, as
-the steps of a run do, is on one as a rule: while a few looks hang there, none begins. While fewer
-do, what they look at may be broken by itself, and its neighbours are looked at. Who waits for as
-long as it takes is never told that, and waits for looks at the same place alone.
+A hung look costs a thread for good, so their number is limited. Which mount a path is on cannot be
+told without asking there, but what lies in one directory, as the steps of a run do, is mostly on
+one: once `_MAX_HUNG` looks hang in a directory, no other begins there. While fewer hang, a single
+place may be broken, and its neighbours are still looked at. Looks without a time limit
+(`wait_s=None`) are never refused; they are limited by place, and wait for looks at that very place.
 
-A mount that is slow and answers is no such mount: looks there go on at a time, and none has less
-time because others went before it. Whoever is told too soon that nothing answers takes older data.
+A mount that is slow but answers is not taken for one that hangs: looks there run side by side,
+and the time limit of each counts from its own beginning. Whoever is told too soon that nothing
+answers takes older data.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ class _Look:
     """A look that has begun and has not ended.
 
     Attributes:
-        kind: Process, name and directory, or the place itself where looks wait for as long as it
-            takes: how many of one kind there are is limited.
+        kind: Process, name, and directory (or place, for looks without a time limit). How many of
+            one kind there are is limited.
         place: What is looked at.
-        is_given_up: Whether it was waited for in vain: it hangs. Who stopped waiting says nothing.
-        settled: Reached when it has ended, or is given up. Nobody cancels it.
+        is_given_up: Whether its time ran out: it hangs. A waiter that is cancelled does not set it.
+        settled: Done when the look has ended, or is given up. Nobody cancels it.
     """
 
     kind: tuple[int, str, str]
@@ -82,16 +84,16 @@ async def run_or_give_up(
 ) -> T:
     """Run `function` on a thread of its own, which is given up if it takes too long.
 
-    While one hangs that was given up, no other of its name begins at the same place, nor in the
-    same directory where a few do: each would take a thread for good. That is said at once, and is
-    over when the one has ended. Where many go on in the directory, it waits until one has ended;
-    at that very place, if `wait_s` is `None`.
+    Looks of one name are limited, as each that hangs keeps a thread. While one that was given up
+    still hangs at the same place, or `_MAX_HUNG` do in the same directory, this raises at once.
+    While `_MAX_LOOKS` are under way in the directory (at that very place, if `wait_s` is `None`),
+    it waits until one of them has ended, for `wait_s` at most: then those are given up.
 
     Args:
         function: What to call.
         wait_s: How long it may take, in seconds, from when it begins; `None` for as long as it
-            takes: then it is left to itself only where whoever waits is cancelled.
-        name: Of the thread.
+            takes: then the thread is abandoned only if the caller is cancelled.
+        name: Of the thread. Looks of one name have a time limit all, or none has.
         place: The path of what is looked at.
 
     Raises:
@@ -121,7 +123,7 @@ async def run_or_give_up(
 
 
 def _ahead(look: _Look) -> list[_Look]:
-    """Give the looks of which one has to be settled before this one begins; none if it may.
+    """Give the looks of which one has to be settled before `look` begins; none if it may begin.
 
     Raises:
         TimeoutError: Those that hang leave no room for it.
@@ -137,7 +139,7 @@ def _ahead(look: _Look) -> list[_Look]:
 
 
 async def _ends_one(futures: Sequence[asyncio.Future[T]], wait_s: float | None) -> bool:
-    """Wait until one of some has ended, and say whether it has in time. They go on, if not."""
+    """Wait until one of `futures` has ended; gives whether one has, in time. Ends none of them."""
     try:
         first = asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait(futures, timeout=wait_s, return_when=first)
@@ -148,7 +150,7 @@ async def _ends_one(futures: Sequence[asyncio.Future[T]], wait_s: float | None) 
 
 
 class _OneThread(concurrent.futures.Executor):
-    """One daemon thread for one call, which nobody else makes where none can begin.
+    """One daemon thread for one call. If no thread can begin, the call is not made at all.
 
     Args:
         name: Of the thread.
