@@ -61,7 +61,8 @@ class EngineCore:
             `api.Engine`.
 
     Attributes:
-        loop_thread: Where nobody may wait for it.
+        config: The options.
+        loop_thread: The thread of its loop, on which nobody may wait for the engine.
         saves: Saves under way, or of which nobody has seen that they failed.
     """
 
@@ -89,16 +90,16 @@ class EngineCore:
         self._numbers: dict[str, itertools.count[int]] = {}
 
     def __del__(self) -> None:
-        """Leave it in order if nobody did: idle, for a step under way keeps it. Waits for none."""
+        """Have it closed if nobody did that. It is idle (steps keep it); this waits for nothing."""
         if self._portal is not None and self.is_here:
             self._in_flight.soon(functools.partial(leave_behind, self.close))
 
     @property
     def context(self) -> EngineContext:
-        """What the coroutines share, for callers.
+        """What the coroutines share, for callers, while the engine is open.
 
-        What runs on the loop uses what it is given: it goes on while the engine is closing. So
-        do flows that are under way, as loads are, which ask here between their steps.
+        Flows that are under way (loads) may ask here also while the engine is closing. What runs
+        on the loop uses the context that it was given.
 
         Raises:
             EngineClosedError: The engine is not open.
@@ -308,7 +309,13 @@ class EngineCore:
             raise cannot_leave()
 
     def require_other_loop(self) -> None:
-        """Do the same for a task, in few calls: an interrupt in them leaves the engine open."""
+        """Look whether this task may wait for that: it may not on the engine's own loop.
+
+        In few calls: an interrupt that comes in them leaves the engine open.
+
+        Raises:
+            ConfigError: This is the engine's own loop.
+        """
         if self._portal is not None and self.loop_thread.number == threading.get_ident():
             raise cannot_leave()
 

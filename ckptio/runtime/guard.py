@@ -1,4 +1,4 @@
-"""A lock for callers' threads, to which interrupts come, and signals' handlers that call again."""
+"""A lock for threads that signals may interrupt, and whose handlers may call again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _POLL_S = 0.001
 class Guard:
     """A lock that no interrupt leaves locked.
 
-    `with lock:` may do that from Python 3.14 on: the handler of a signal that came meanwhile runs
-    where the lock is taken and its block has not begun, and if it raises, as Ctrl-C does, nobody
-    releases it.
+    From Python 3.14 on, `with lock:` may stay locked: a signal's handler may run when the lock is
+    taken and the block has not begun, and if it raises, as Ctrl-C does, nobody releases the lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # it knows who has it
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call `function`, one thread at a time.
+        """Call `function`, one thread at a time. Blocks until it is this one's turn.
 
-        A signal's handler that calls this where its own thread has the lock does not wait.
+        A signal's handler does not wait if the thread that it has interrupted holds the lock.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # conditions ask it
             return function()
@@ -43,10 +42,10 @@ class Guard:
                 pass
 
     async def run_aside(self, function: Callable[[], T]) -> T:
-        """Do the same on an engine's loop, which goes on until its turn comes.
+        """Do the same on an engine's loop, without blocking that while the lock is taken.
 
-        A signal's handler that has stopped the thread with the lock may wait for just this loop,
-        for a save or for the end of the engine.
+        A signal's handler may have interrupted the thread that holds the lock, and wait for this
+        loop: for a save, or for the end of the engine.
         """
         while True:
             try:  # the loop may be of the main thread, to which interrupts come

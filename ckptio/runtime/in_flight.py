@@ -1,15 +1,14 @@
-"""The steps that are under way on an engine's loop.
+"""The steps (coroutines) that are under way on an engine's loop, and the wait for their ends.
 
-Nobody waits for the loop to hand it a step: a signal's handler may do that wherever it
-interrupts the main thread, also where the loop waits for what the main thread has.
+Handing a step to the loop never waits for the loop. A signal's handler may hand one over wherever
+it interrupts the main thread, even while the loop waits for something that the main thread holds.
 
-An interrupt comes to the main thread wherever it is, so also where a step is handed to the
-loop. Nobody on that thread knows then whether its task was born, and what is not waited for
-would hold buffers and files when the engine closes. So it is handed over once more, and of
-two tasks for one step the second does nothing.
+An interrupt may also come just while a step is handed over. Then nobody knows whether its task was
+made, and a task that is not waited for would hold buffers and files when the engine closes. So the
+step is handed over once more, aborted, and of two tasks for one step the second does nothing.
 
-A step keeps its engine: what was begun is finished, as at the end of the program, if nobody has
-that any more. It goes behind the last of them. One that has no end does not.
+A step keeps a reference to its engine until it ends, so that an engine that nobody has any more
+still finishes what it began, and is collected after that. Endless steps keep none.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ _POLL_S = 0.1
 
 
 class InFlight:
-    """What an engine has begun and what has not ended.
+    """What an engine has begun and has not ended.
 
     Attributes:
-        flows: Calls of several steps: what is between two of them is in flight, too.
+        flows: Calls of several steps that have not ended. They are in flight between two of their
+            steps, too.
     """
 
     def __init__(self) -> None:
@@ -84,22 +84,23 @@ class InFlight:
         engine: object,
         permit: Callable[[], None] | None = None,
     ) -> None:
-        """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted.
+        """Hand a step to the loop. If an interrupt comes meanwhile, the step begins aborted.
 
-        There is no lock between this and who closes the engine, as a signal's handler may close it
-        that has stopped this: a step is there before it is asked whether it may be, and the engine
-        is closed before it is looked which are.
+        No lock guards this against whoever closes the engine: a signal's handler that closes it may
+        have interrupted this very call. Instead, the order does. A step is listed before `permit`
+        is asked, and the engine is marked as closed before the list is read.
 
         Args:
             running: Takes its end.
             step: Called with the context, on the loop.
             context: What it is given.
             name: Of its task.
-            engine: What is to be there until it has ended, unless it is endless.
-            permit: Raises if none may begin any more; not asked if it is not given.
+            engine: Kept alive until the step has ended, unless it is endless.
+            permit: Raises if no step may begin any more. If not given, any may.
 
         Raises:
-            EngineClosedError: The loop has ended, or `permit` raised it, or what else that raises.
+            EngineClosedError: The loop has ended.
+            BaseException: What `permit` raised, or the interrupt.
         """
         keeps = None if running.is_endless else engine
         del engine

@@ -5,9 +5,9 @@ begins; and once more where the block is left. Leaving it with `sys.exit()` is l
 order: what is in flight is finished first, since that is how a run that is to be continued
 ends.
 
-An engine that is left open and that nobody has any more is closed all the same, when the last of
-what is in flight has ended. Not where it is collected, which may be any thread, its loop's own or
-one that holds any lock: nothing is waited for there.
+An engine that is left open and that nobody refers to any more is closed all the same, when the
+last of what is in flight has ended. Its finalizer does not do that itself: it may run on any
+thread, on the loop's own or on one that holds any lock, and must wait for nothing.
 """
 
 from __future__ import annotations
