@@ -1,4 +1,7 @@
-"""The door of a rank: where those that want something of it call, and say who they are."""
+"""Accept connections of other ranks, once each has shown the token and said its rank.
+
+Made by `tcp.tcp_link`, on each rank. Nothing here waits: it runs in callbacks of the loop.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,27 @@ if TYPE_CHECKING:
 
 _HELLO = struct.Struct("<16s32sI")
 _GREETING = b"ckptio exchange\n"
-#: Strangers that may be at the door besides all ranks. A rank says who it is at once.
+#: Connections that may be waiting to say who they are, besides those of all ranks. Beyond that,
+#: the oldest is closed: a rank says who it is at once.
 _MAX_STRANGERS = 64
 
 
 def hello(token: bytes, rank: int) -> bytes:
-    """Say what a rank says when it calls."""
+    """Give the bytes that a rank sends first."""
     return _HELLO.pack(_GREETING, token, rank)
 
 
 class Door:
-    """Where other ranks call; lets in who knows the token.
+    """Accepts connections, and passes on those that know the token.
 
     Args:
-        listener: Non-blocking; closed in the end.
+        listener: Non-blocking; `close` closes it.
         num_callers: Ranks that may call.
         token: Of the exchange.
-        welcome: Takes a rank and its connection; whether it did.
-        fail: Called with why nobody can be let in any more, and the ranks to blame: none.
+        welcome: Given a rank and its connection; returns whether it took the connection, which is
+            closed if not.
+        fail: Called with the reason if no connection can be accepted any more, and with the ranks
+            to blame, which are none.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class Door:
         self._loop.add_reader(listener, self._answer)
 
     def close(self) -> None:
-        """Let nobody in any more, nor keep anybody who has not said who it is. May be repeated."""
+        """Stop accepting, and close connections that have not said who they are. Repeatable."""
         for each in (self._listener, *self._guests):
             if each.fileno() >= 0:
                 self._loop.remove_reader(each)

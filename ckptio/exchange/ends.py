@@ -1,16 +1,19 @@
-"""The ends of the connections of a TCP link: who calls takes, who is called sends.
+"""The two ends of a connection of a TCP link: `Inlet` calls and takes, `Outlet` sends.
 
-Over a connection goes a hello, once, and then what is asked for one way and messages the
-other way. Numbers are little-endian.
+The `Inlet` sends a hello, once, and then what it asks for; the `Outlet` answers with messages.
+Numbers are little-endian.
 
     hello     16 bytes that say what this is, the token of the exchange (32), the rank (u32)
     ask       the tag of a message (u32), for which there is room
     message   its tag (u32), its size in bytes (u64), its bytes
 
-Sockets are read and written in callbacks of the loop, straight from and to the memory of
-slabs. Rejected: transports, which copy what they cannot send at once (before Python 3.12)
-and keep it when nobody wants it any more; and tasks around `loop.sock_recv_into` and
-`loop.sock_sendall`, which take two system calls more for every piece of a message.
+Memory that is given to `take` or `offer` is used until its future ends with a result or an error.
+Cancelling the future frees nothing: whoever does has to `close` the end.
+
+Sockets are read and written in callbacks of the loop, straight from and to the memory of slabs.
+Rejected: transports, which copy what they cannot send at once (before Python 3.12) and keep it
+when nobody wants it any more; and tasks around `loop.sock_recv_into` and `loop.sock_sendall`,
+which take two system calls more for every piece of a message.
 """
 
 from __future__ import annotations
@@ -184,7 +187,7 @@ class Inlet(End):
         self._tag: int | None = None  # of the message that fills it
 
     def take(self, tag: int, room: memoryview) -> asyncio.Future[None]:
-        """Ask for a message that fills a room, and is written there until the future is done.
+        """Ask for a message that fills `room`; the future has a result when it does.
 
         Raises:
             OSError: This rank can open no connection, which no other one is to blame for.
@@ -291,7 +294,7 @@ class Outlet(End):
         return True
 
     def offer(self, tag: int, memory: memoryview) -> asyncio.Future[None]:
-        """Send a message when it is asked for; it is read from there until the future is done."""
+        """Send a message when it is asked for; the future has a result when all of it is sent."""
         self._offered[tag] = memory
         sent = self._expect(tag)
         self._match(tag)
@@ -347,10 +350,10 @@ class Outlet(End):
 
 
 def tune(connection: socket.socket) -> None:
-    """Have what is sent go at once, and find out where the way is lost while nothing is sent.
+    """Send without delay (TCP_NODELAY), and probe a silent connection (keepalive).
 
-    A firewall may forget a connection over which nothing goes for minutes, while ranks read, and
-    then drops all that comes: whoever waits to take something would do so for ever.
+    While ranks read, nothing may be sent for minutes. A firewall may forget the connection by then,
+    and drop all that comes later: without probes, whoever waits for a message would wait for ever.
 
     Args:
         connection: One, or a socket that listens; those that it accepts are tuned then, too.
@@ -363,14 +366,15 @@ def tune(connection: socket.socket) -> None:
 
 
 def limit_silence(connection: socket.socket, timeout_s: float) -> None:
-    """Have a connection end where what was sent is not taken: while it is under way, none is tried.
+    """End a connection whose peer does not acknowledge what was sent (TCP_USER_TIMEOUT).
 
-    The system sends it again and again, for a quarter of an hour. On a way that loses large packets
-    alone (one that takes smaller ones than both ends believe), whatever else is tried is answered.
+    Keepalive probes do not help there: the system sends none while data is under way, and resends
+    that for a quarter of an hour. (A route that loses only large packets, as its MTU is smaller
+    than both ends believe, would answer them anyway.)
 
     Args:
-        connection: One of ours.
-        timeout_s: For how long a rank may be busy with something else, and take nothing.
+        connection: One that is open, or about to be.
+        timeout_s: For how long a rank may take nothing; two minutes if this is less.
     """
     silence_ms = 1000 * max(timeout_s, _IDLE_S + _NUM_TRIES * _TRY_S)
     connection.setsockopt(
@@ -379,7 +383,7 @@ def limit_silence(connection: socket.socket, timeout_s: float) -> None:
 
 
 def end(connection: socket.socket) -> None:
-    """Close a socket, and end its connection, though a child was forked that has it, too."""
+    """Close a socket, and end its connection even if a forked child still has it open."""
     with contextlib.suppress(OSError):  # there is no connection, or it has ended
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
