@@ -77,7 +77,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
         name: Its fully qualified name.
         dtype: torch's name of its element type.
         shape: Its global shape.
-        boxes: Boxes that fill it: offset and shape of each. None if it has no elements.
+        boxes: Boxes that fill it: offset and shape of each. Empty if it has no elements.
         ranks: For each box the rank that writes it.
         parts: For each box its index among the parts of that rank.
         copies: For each box, who else writes it: rank and index. Empty if there are none.

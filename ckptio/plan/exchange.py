@@ -133,7 +133,7 @@ class ExchangePlan:
 
 
 def block_runs(wanted: Iterable[Wanted], block_nbytes: int) -> Runs:
-    """Give the runs of blocks that bring what a rank wants, in any order, merged."""
+    """Give the merged runs of blocks that bring what a rank wants; `wanted` is in any order."""
     by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for want in dense(wanted, block_nbytes):
         first, stop = want.start // block_nbytes, -(-want.stop // block_nbytes)

@@ -41,8 +41,8 @@ class JobPlan:
     """What each rank writes.
 
     Attributes:
-        assignments: For each rank what it writes, by name of the tensor.
-        tensors: Tensors, by name.
+        assignments: For each rank what it writes, in the order of the names of tensors.
+        tensors: Tensors, in the order of their names.
         written_nbytes: Bytes each rank writes, headers of files apart.
     """
 
@@ -160,7 +160,11 @@ def merge_tables(
 def _checked(
     job: JobPlan, places: Sequence[Sequence[tuple[int, int]]], num_files: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Give places with the files of all ranks counted through."""
+    """Check places, and number the files of all ranks through: those of rank 0 first.
+
+    Raises:
+        PlanError: As `merge_tables`.
+    """
     num_ranks = len(job.assignments)
     if not len(places) == len(num_files) == num_ranks:
         raise PlanError(f"a plan for {num_ranks} ranks has places of {len(places)}")

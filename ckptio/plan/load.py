@@ -2,8 +2,8 @@
 
 Ranges are whole checksum blocks, so that each is verified before any of it lands; sorted
 and merged, so that a file is read from front to back; and cut into slabs, the unit that
-is read, verified and landed. A read is as long as the wanted bytes and two blocks at the
-most, or as the gap worth reading over.
+is read, verified and landed. Besides what is wanted, a run of blocks has less than two blocks at
+its ends, and gaps of less than a block or of at most `gap_nbytes`: those are read over.
 """
 
 from __future__ import annotations

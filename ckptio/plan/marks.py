@@ -1,7 +1,8 @@
-"""What a rank knows of a tensor by which ranks may differ; in the tree that it sends alone.
+"""Marks: facts of a tensor, by kind, that ranks send in their trees to find out if they disagree.
 
-Facts by their kinds. A rank may know more of a tensor than another: the name of a parameter that
-is in its state alone, say. So nodes are the same where no kind that both have is not.
+A mark is a part of a reference to a tensor (`MARK`) while trees are merged, and is never stored.
+A rank may know more facts than another, such as the name of a parameter that only its own state
+has. So two marks agree if every kind of fact that both have is the same.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _KINDS = {"of": "of {!r}", "crc32c": "crc32c {}"}
 
 
 def is_marked(node: Json) -> bool:
-    """Whether a node is a reference with facts, and no dict that has a key of their name.
+    """Whether a node is a reference with a mark, and not a dict of the caller's with such a key.
 
-    A dict of the caller has no tag: one with a key like the tag is written as a list of pairs.
+    A dict of the caller's has no tag: one with a key like the tag is written as a list of pairs.
     """
     return _is_reference(node) and MARK in node
 
@@ -35,10 +36,13 @@ def unmarked(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def unite_marked(branches: Sequence[tuple[int, Json]]) -> list[tuple[int, Json]]:
-    """Make one node of references that differ in facts alone, of which none contradict each other.
+    """Unite references that differ only in their marks, if these agree; else change nothing.
 
     Args:
         branches: The nodes at a place, with the groups of ranks that have them, by bits.
+
+    Returns:
+        One branch, for all of these groups; or `branches`, if they differ otherwise.
     """
     branches = list(branches)
     if len(branches) == 1 or not any(is_marked(node) for _, node in branches):

@@ -49,7 +49,7 @@ _Ways = dict[int, tuple[int, Kind] | None]
 
 
 def limit_for(nbytes: int, num_ranks: int) -> int:
-    """Give the bytes that a rank may read for nearness' sake when all read `nbytes`."""
+    """Give the bytes up to which a rank may read what is near, if ranks read `nbytes` in all."""
     return int(MAX_OVER_MEAN * nbytes / num_ranks)
 
 

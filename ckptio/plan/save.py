@@ -71,7 +71,7 @@ class SavePlan:
     """Where every byte of a state goes.
 
     Attributes:
-        buckets: Files to write, largest first.
+        buckets: Files to write, those with most bytes of tensors first.
         places: Of each leaf, or of each part if there are parts: bucket, and start in its
             file.
         tensor_table: The manifest's tensors, encoded; file indices are bucket indices.
@@ -105,7 +105,8 @@ def plan_save(
         parts: What to write of them; all of them, and all of each, if not given.
 
     Returns:
-        A plan whose buckets have about `config.bucket_nbytes` each and differ by little.
+        A plan with buckets of about `config.bucket_nbytes`; see `pack_buckets`. A leaf of that
+            size or more has a bucket to itself.
 
     Raises:
         FormatError: A bucket would have more tensors than a safetensors header holds.
