@@ -65,8 +65,8 @@ class Reading:
             (EIO); without it the first one raises.
         num_tensors: Tensors that are filled or made; for events.
         read_nbytes: Bytes that have come so far: read here, or passed on by another rank.
-        opens: Files that are being opened or closed. No more have a thread, or wait for one: if
-            they hang, those of others are next.
+        opens: Limits the files that are being opened or closed, on a thread or waiting for one,
+            so that those of others get their turn if these hang.
     """
 
     storage: Storage
@@ -85,7 +85,7 @@ class Reading:
         return self.target is not None and self.target.is_async
 
     def reads(self, max_reads: int) -> asyncio.Semaphore:
-        """Limit its ranges that have a thread, or wait for one; as `opens`."""
+        """Limit the ranges that have a thread, or wait for one, for the same reason as `opens`."""
         if self._reads is None:
             self._reads = asyncio.Semaphore(max_reads)
         return self._reads
@@ -271,7 +271,7 @@ class _Work:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the rest need not be looked at: the first damaged block raises."""
+        """Whether the rest need not be looked at: the caller raises the first damage."""
         return bool(self._damage) and not self._wants_all
 
     def check_blocks(

@@ -44,16 +44,15 @@ _TURN_S = 0.1
 
 
 class Gate:
-    """Lets some of what a load does through, and of what all loads of the engine do.
+    """Limits what one load does at a time, and what all loads of the engine do.
 
-    A load of which nothing has come for a while, from a mount whose server is gone, say, lets other
-    loads through. The load itself has no more than its own share however long that takes: it would
-    take all slabs.
+    A load that has read nothing for `HUNG_S`, as from a mount whose server is gone, gives up its
+    places in the shared limit to other loads. Its own limit stays: else it would take all slabs.
 
     Args:
-        shared: Of all loads.
-        max_own: Of this one.
-        reading: Says how much has come.
+        shared: The limit for all loads.
+        max_own: The limit for this one.
+        reading: Says how much this one has read.
     """
 
     def __init__(self, shared: asyncio.Semaphore, max_own: int, reading: Reading) -> None:
@@ -74,7 +73,7 @@ class Gate:
 
 
 class _Passage:
-    """A place behind a gate, which goes to others where nothing comes."""
+    """A place in the shared limit of a gate, given up early if the load reads nothing."""
 
     def __init__(self, shared: asyncio.Semaphore, reading: Reading) -> None:
         self._shared: asyncio.Semaphore | None = shared
@@ -107,7 +106,7 @@ class Lanes:
         left: Ranges to be read. Whoever clears it lets all threads end with the range they
             are at.
         num: How many lanes there are.
-        gate: Lets some of all lanes of the load through, and of the engine.
+        gate: Limits how many lanes read at a time, of this load and of the engine.
         opened: Lends the file of a range, on a thread.
         waiting: Those that wait for the gate, or for a slab.
         lock: Held by whoever looks whether the next range fits, and takes it.

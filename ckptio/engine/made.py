@@ -1,4 +1,4 @@
-"""What one task of a group makes, and others of it wait for."""
+"""`Made`: a value that one task of a group makes, and that other tasks of it wait for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ T = TypeVar("T")
 
 
 class Made(Generic[T]):
-    """Something that is being made.
+    """A value that is being made.
 
-    It refers to no task, which would refer to the error that ended it, whose frames would have
-    this: a reference cycle, and a state would stay in memory until Python collects garbage.
+    It refers to no task: a task refers to the error that ended it, whose frames have this. Such a
+    reference cycle would keep a state in memory until Python collects garbage. If making it
+    fails, the group raises the error.
     """
 
     def __init__(self) -> None:

@@ -33,16 +33,17 @@ class SaveProgress:
         context: The engine.
         nbytes: Bytes of all segments.
         to_submit: Segments whose copies have not been made, or queued on a device.
-        to_stage: Segments that are not copied.
+        to_stage: Segments that are not copied yet.
         leases: `leases[i]` is set once segment i-1 of the plan holds its slab, or has ended.
-        writes: Those under way to a disk. No more have a thread, or wait for one: if they hang,
-            those of other saves are next.
+        writes: Limits the writes to a disk that have a thread, or wait for one, so that writes of
+            other saves get their turn if these hang.
         turns: `turns[i]` is set once segment i-1 has ended, where files are written one slab at a
             time; empty where several are.
-        closes: Of files that are closed, and so synced: as `writes`.
+        closes: Limits the files that are being closed, and so synced, for the same reason.
         written_nbytes: Bytes of segments that are written.
-        writes_go: That nobody waits for copies any more, or that they need slabs.
-        attempt: What files are made in.
+        writes_go: Set when writing need not wait for copying any more: all is copied, or a copy
+            needs a slab.
+        attempt: What files are made in, once it has begun.
     """
 
     job: SaveJob
@@ -88,7 +89,7 @@ class SaveProgress:
             self.job.moments.submitted.reach(None)
 
     def require_settled(self) -> None:
-        """Look at the state once more, unless somebody has learned that it may change.
+        """Look at the state a last time, unless somebody has learned that it may change.
 
         Raises:
             StateError: It was being changed when the copies ended.

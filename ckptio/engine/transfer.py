@@ -122,10 +122,10 @@ class _Transfer:
         context: The engine.
         on_written: Told of bytes that are written.
         segments: Those that nobody has taken.
-        writes: Those under way to a disk. No more have a thread, or wait for one: if they hang,
-            what goes to other places is next.
+        writes: Limits the writes to a disk that have a thread, or wait for one, so that what goes
+            to other places gets its turn if these hang.
         files: Those on their way, by index.
-        closes: Of files that are closed, and so synced: as `writes`.
+        closes: Limits the files that are being closed, and so synced, for the same reason.
     """
 
     reading: Reading
