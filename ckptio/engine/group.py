@@ -164,20 +164,20 @@ async def read_together(
         PeerLostError: A rank was lost.
     """
     lacked = () if unclaimed is None else unclaimed.unexpected
-    meeting = _Meeting(reading, context, lacked, is_strict=is_strict)
+    want_round = _WantRound(reading, context, lacked, is_strict=is_strict)
     course.next_session = ""
     # links are left when all ranks are through: the session ends first
     async with (
         contextlib.AsyncExitStack() as links,
         context.ranks.session(course.of("read"), course.title) as session,
     ):
-        message = await run_blocking(context.executor, meeting.wish, wanted)
-        message["cached"] = await meeting.is_cached(wanted)
+        message = await run_blocking(context.executor, want_round.wish, wanted)
+        message["cached"] = await want_round.is_cached(wanted)
         answer = await meet(
             session,
             "want",
             message,
-            meeting.decide,
+            want_round.decide,
             path=reading.storage.path,
             context=context,
         )
@@ -233,8 +233,8 @@ async def _pass_on(
         raise
 
 
-class _Meeting:
-    """What ranks tell each other before they read."""
+class _WantRound:
+    """The round of a load in which ranks say what they want, and rank 0 plans who reads it."""
 
     def __init__(
         self, reading: Reading, context: EngineContext, unclaimed: Sequence[str], *, is_strict: bool
@@ -245,7 +245,7 @@ class _Meeting:
         self._is_strict = is_strict
 
     def wish(self, wanted: Sequence[Wanted]) -> Json:
-        """Say what this rank wants. Blocks."""
+        """Make this rank's message. Blocks."""
         config = self._context.config
         runs: Sequence[Any] = ()
         if config.exchange != "off":
