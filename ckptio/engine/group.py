@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
-    from ckptio.ranks.interface import Json
+    from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
@@ -181,23 +181,11 @@ async def read_together(
             path=reading.storage.path,
             context=context,
         )
-        if answer["unclaimed"]:
-            pass  # this session is over, on every rank
-        elif answer["link"] is None:
-            await plan_and_read(reading, wanted, context, whole_files=False)
-        else:
-            part = await run_blocking(
-                context.executor,
-                plan_part,
-                reading.manifest,
-                decode_part(answer["units"]),
-                wanted,
-                context.ranks.rank,
-            )
-            announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
-            opening = context.linker.open(answer["link"], context, session, reading.storage.path)
-            await _pass_on(part, reading, context, opening, links)
-        if not answer["unclaimed"]:
+        if not answer["unclaimed"]:  # else the session is over, on every rank
+            if answer["link"] is None:
+                await plan_and_read(reading, wanted, context, whole_files=False)
+            else:
+                await _read_and_pass_on(answer, reading, wanted, context, session, links)
             await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
     if answer["unclaimed"]:
         assert unclaimed is not None  # noqa: S101  # all ranks lack it, and so does this one
@@ -205,6 +193,28 @@ async def read_together(
         names = [name for name in unclaimed.unexpected if _short(name) in lacking]
         raise unclaimed.of_unexpected(names)
     return reading.read_nbytes
+
+
+async def _read_and_pass_on(
+    answer: Json,
+    reading: Reading,
+    wanted: Sequence[Wanted],
+    context: EngineContext,
+    session: Session,
+    links: contextlib.AsyncExitStack,
+) -> None:
+    """Do this rank's part of the exchange that rank 0 has planned in its `answer`."""
+    part = await run_blocking(
+        context.executor,
+        plan_part,
+        reading.manifest,
+        decode_part(answer["units"]),
+        wanted,
+        context.ranks.rank,
+    )
+    announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
+    opening = context.linker.open(answer["link"], context, session, reading.storage.path)
+    await _pass_on(part, reading, context, opening, links)
 
 
 async def _pass_on(
