@@ -122,8 +122,9 @@ async def read_shared(
     the ranks cancels this when another rank fails: whoever fails here tells nobody but by
     leaving the link.
 
-    Memory beside the targets: the pool, and a slab more for each side. Slabs of the pool
-    are taken for a unit at a time, and half of the pool at the most by each side.
+    Memory beside the targets: the pool, and a slab more for each side. A link that has slabs of
+    its own (`BulkLink.slabs`) brings those instead. Slabs of the pool are taken for a unit at a
+    time, and half of the pool at the most by each side.
 
     Args:
         part: From `plan_part`.

@@ -1,6 +1,6 @@
 """Who copies to a second tier, and when: the line of an engine's copies.
 
-At most so many are under way; a further one waits for its turn, and nobody waits for it.
+At most `max_copies` are under way; a further one waits for its turn, and holds up no save.
 Places are taken in the order in which the saves were asked for, on every rank alike, so
 that no two ranks each hold what the other one waits for. Of two copies to one place the
 later one begins when the earlier one has ended: the newest state is what stays.
@@ -11,7 +11,8 @@ has said by `let_pass` that it wants none. `approach` and `end` are about the en
 `approach` until so few lower numbers are still to end that another rank may have given it a place.
 
 Copies share the staging pool with saves, which come first: all copies together hold a
-quarter of its slabs at the most, so that a slow store never keeps a save from copying.
+quarter of its slabs at the most, or one if it has fewer than four. So a slow store never keeps a
+save from copying, unless the pool has a single slab.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class CopyLine:
         max_slabs: How many these are.
         under_way: Copies that this engine has begun or will begin, on rank 0: place and save id.
         seen: Directories whose unfinished copies this engine has looked for.
-        owing: Directories of which a copy has failed since, and whether another one was made
-            after that.
-        unmade: Saves whose copies failed here, by the names of these, while somebody has them.
+        owing: Directories from which a copy has failed, each with whether another copy from there
+            was made after that (the second tier is back).
+        unmade: Saves whose copies failed here, by `CopyJob.name`, as long as somebody keeps them.
         untold: On rank 0 of several: ids of saves whose copies it has made after all, or that are
-            wanted no more, of which it has not told the others yet.
-        silent: A second tier that was waited for in vain, before a commit: no other commit waits
-            for one until it has answered.
+            wanted no more, and of which it has not told the others yet.
+        silent: A second tier that did not answer in time before a commit. Until it does, no commit
+            waits for any second tier.
     """
 
     def __init__(self, max_copies: int, num_slabs: int) -> None:
@@ -93,7 +94,7 @@ class CopyLine:
         self.under_way.add((place, save_id))
 
     async def stoppable(self, name: tuple[str, str], copy: Coroutine[Any, Any, T]) -> T | None:
-        """Make a copy that an earlier run owed; gives nothing if `parted` stopped it."""
+        """Make a copy that an earlier run owed; `None` if `parted` stopped it."""
         task = asyncio.create_task(copy, name=f"owed copy of {name[0]}")
         self._owed[name] = task
         try:
@@ -109,14 +110,17 @@ class CopyLine:
     def is_owed_no_more(self, name: tuple[str, str]) -> None:
         """Take note that a copy was made after all, or is wanted no more.
 
-        That it failed before is for whoever waited for it, and no reason to fail a run that ends.
+        Its earlier failure is raised to whoever waits for it, but no longer by leaving the engine.
         """
         moments = self.unmade.pop(name, None)
         if moments is not None:
             moments.seen()
 
     def hear(self, untold: Collection[str]) -> None:
-        """Take note of the `untold` of rank 0. A run that ends before fails on the others."""
+        """Take note of the `untold` of rank 0.
+
+        If the run ends before this rank hears of them, it ends with the failures of their copies.
+        """
         for name in [name for name in self.unmade if name[1] in untold]:
             self.is_owed_no_more(name)
 
