@@ -27,14 +27,17 @@ T = TypeVar("T")
 
 
 class Line(Generic[T]):
-    """What is under way, in the order in which it was asked for, each with a place."""
+    """What is under way, each with its place (where it goes to), in the order of entering."""
 
     def __init__(self) -> None:
         self._ends: dict[asyncio.Future[None], T] = {}
 
     @contextlib.contextmanager
     def enter(self, place: T) -> Iterator[list[tuple[asyncio.Future[None], T]]]:
-        """Be the last one; gives those before: what is done when one has ended, and its place."""
+        """Enter as the last one, for the length of the block.
+
+        Gives those that are under way: for each a future, done when it leaves, and its place.
+        """
         before = list(self._ends.items())
         end = asyncio.get_running_loop().create_future()
         self._ends[end] = place
@@ -51,9 +54,10 @@ class Turn:
 
     Attributes:
         storage: Where to.
-        may_stand: Reached when it has ended: whether it was committed, or may have been.
-        identity: That of its storage; empty until it has got ready to commit.
-        passed_by: Later saves that have gone to their commits before that. No more come then.
+        may_stand: Done when it has ended: whether it was committed, or may have been.
+        identity: That of its storage; empty until it is ready to commit.
+        passed_by: Later saves that went on to their commits before this had an `identity`. None is
+            added after that.
     """
 
     storage: Storage
@@ -109,9 +113,10 @@ def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     before its commit: the newest state is what stays. Gives what waits for the turn, and then
     for the job's `permit`, whose error ends the save.
 
-    Which of the others go to the same place by another name is asked then, too: a mount whose
-    server is gone does not answer, and copies are not to wait for it. Whoever gets no answer passes
-    the earlier save, and that one is not committed if it turns out to be of the same place.
+    Only then does it ask which of the others go to the same place by another name, so that copying
+    waits for no mount whose server is gone. If there is no answer, it passes the earlier save. That
+    one fails with `CommitConflictError` if it turns out to go to the same place, unless the later
+    save was not committed.
     """
     own = Turn(job.storage, asyncio.get_running_loop().create_future())
     with context.turns.enter(own) as before:

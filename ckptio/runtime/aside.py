@@ -1,8 +1,8 @@
-"""Functions on threads that no signal's handler interrupts, and the end of the program.
+"""Run functions on threads that no signal's handler interrupts, and at the end of the program.
 
-`run_uninterrupted` waits for its function, `run_aside`, which is for finalizers, does not.
-`at_exit` and `never_end_in_child` say what the end of the program, or of a forked child, does with
-an engine that is still open.
+`run_uninterrupted` waits for its function; `run_aside`, which is for finalizers, does not.
+`at_exit` and `never_end_in_child` settle what becomes of an engine that is still open when the
+program, or a forked child, ends.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: How long a thread that was begun may take to come to its function: so many times so long. It has
-#: its turn in each, where another one keeps the interpreter for longer, or all were stopped.
+#: How long a new thread may take to begin its function, as a number of waits and the seconds of
+#: each. One long wait could be over before the thread ever ran, if all threads were stopped.
 _NUM_TURNS, _TURN_S = 50, 0.1
-#: What is run aside: a lock of each that is released when it has ended. A forked child has none.
+#: A lock for each function that is run aside; it is released when that has ended. A forked child
+#: has none.
 _ASIDE: set[threading.Lock] = set()
 os.register_at_fork(after_in_child=_ASIDE.clear)
 
@@ -32,14 +33,16 @@ os.register_at_fork(after_in_child=_ASIDE.clear)
 def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
     """Run `function` on a thread that no interrupt reaches, and block until it has ended.
 
+    If no thread can begin, or none does within `_NUM_TURNS * _TURN_S` seconds, it runs here.
+
     Args:
-        function: What to run.
+        function: What to run, once.
         name: Of the thread.
-        stop: Asks `function` to make haste. Called where an interrupt comes to the caller, who
-            still waits for the end and then raises it. A second one is raised at once.
+        stop: Asks `function` to end soon. Called if an interrupt comes to the caller, which is
+            raised when `function` has ended. A second interrupt is raised at once.
 
     Raises:
-        BaseException: What `function` raised, or the interrupt.
+        BaseException: The interrupt; without one, what `function` raised.
     """
     errors: list[BaseException | None] = []
     claim = threading.Lock()
@@ -81,10 +84,10 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
 
 
 def _begin(run: Callable[[], None], name: str) -> None:
-    """Have a function run on a daemon thread; here where none begins, as the interpreter ends.
+    """Have a function run on a daemon thread; or run it here, if no thread can begin.
 
-    What an interrupt leaves of a `Thread` that is being started may never run, or raise
-    `RuntimeError` as well. None comes to a thread that another one starts.
+    A `Thread` whose `start` is interrupted may never run. So another thread, to which no interrupt
+    comes, starts it.
     """
     try:
         start_new_thread(_launch, (run, name))
@@ -100,14 +103,14 @@ def _launch(run: Callable[[], None], name: str) -> None:
 
 
 def run_aside(function: Callable[[], None], name: str) -> None:
-    """Run `function` on a thread of its own, and wait for nothing: what a finalizer may do.
+    """Run `function` on a thread of its own, without waiting for it, as a finalizer has to.
 
-    Garbage is collected wherever something is allocated, on a thread that may hold any lock: that
-    of all thread pools, say. Whoever waits there for another thread may wait for itself.
+    A finalizer may run wherever something is allocated, on a thread that holds any lock. If it
+    waited for another thread, that might wait for the lock.
 
     Args:
-        function: What to run. The end of the program waits for it; behind that, where no thread
-            begins, it is run here; at the limit of threads, not at all.
+        function: What to run. The end of the program waits for it. Once the main thread has ended
+            and no thread begins any more, it is run here; at the limit of threads, not at all.
         name: Of the thread.
     """
     if not threading.main_thread().is_alive():
@@ -147,14 +150,13 @@ def _end_aside() -> None:
 
 
 def at_exit(method: Callable[[], object]) -> Callable[[], object]:
-    """Have a method called when the program ends, if its object is still there.
+    """Have a method called when the program ends, if its object still exists by then.
 
-    Threads that are daemons, as those of an engine, still run then; soon after they do not,
-    and whoever waits for one waits forever. Children that multiprocessing forks have an end
-    of their own.
+    Daemon threads, as those of an engine, still run at that time; soon after, whoever waits for
+    one waits for ever. `atexit` is not run in children of multiprocessing; its `Finalize` is.
 
     Returns:
-        What calls it off.
+        A function that cancels this.
     """
     found = weakref.WeakMethod(method)
 
@@ -170,11 +172,12 @@ def at_exit(method: Callable[[], object]) -> Callable[[], object]:
 
 
 def never_end_in_child(owner: object, block: object) -> None:
-    """See to it that a forked child does not finalize what waits for threads of its parent.
+    """Keep a forked child from finalizing an object that would wait for threads of the parent.
 
     Args:
-        owner: Who has it.
-        block: What the child keeps for ever when the owner goes; in the parent it just goes.
+        owner: The object's only owner.
+        block: The object. In a child it is never freed, also when `owner` is; in the parent it is
+            freed as usual.
     """
     weakref.finalize(owner, _keep_in_child, block, os.getpid())
 
