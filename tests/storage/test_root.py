@@ -21,7 +21,7 @@ from ckptio.errors import (
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import encode_pointer
-from ckptio.storage.file_names import ATTEMPT_PREFIX
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id
 from ckptio.storage.root_interface import Found
@@ -336,9 +336,10 @@ async def test_what_a_save_left_that_was_killed_after_its_commit_goes_with_it(
 ) -> None:
     """Unless its lock says that it lives, or that somebody makes a copy of the same: it stays."""
     await write(tmp_path / "a", threads)
-    beside = [f"{ATTEMPT_PREFIX}{SAVE_IDS[0]}", f".manifest-{SAVE_IDS[0]}"]
+    beside = [f"{prefix}{SAVE_IDS[0]}" for prefix in (ATTEMPT_PREFIX, ".manifest-", NOTE_PREFIX)]
     (tmp_path / "a" / beside[0]).write_bytes(boot_id())
     (tmp_path / "a" / beside[1]).write_bytes((tmp_path / "a" / "manifest.json").read_bytes())
+    (tmp_path / "a" / beside[2]).write_bytes(b"a copy is owed")
     files = PosixFiles()
     held = files.open(str(tmp_path / "a" / beside[0]), direct=False, writable=True)
     if is_alive:
@@ -420,6 +421,23 @@ async def test_a_removal_that_fails_leaves_a_checkpoint_or_none(
             assert not directory.exists()
         assert files.num_open == 0
     assert number > 10
+
+
+async def test_a_removal_that_fails_and_cannot_be_undone_says_why(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """Nobody else was faster; and it goes on with the next sweep."""
+
+    def fail(operation: Operation) -> None:
+        if operation.kind in {"fsync_dir", "publish"}:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    await write(tmp_path / "a", threads)
+    with pytest.raises(StorageError, match="cannot remove the checkpoint"):
+        await root_at(tmp_path, threads, RecordingFiles(fail)).remove("a")
+    assert committed(tmp_path / "a") is None
+    await root_at(tmp_path, threads).sweep("a", 3600)
+    assert names_in(tmp_path) == []
 
 
 async def test_a_checkpoint_that_was_replaced_meanwhile_stays(
@@ -592,13 +610,14 @@ async def test_what_never_can_be_read_is_damage(
 
 
 async def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, threads: Threads) -> None:
-    """Whatever the storage calls it: there is a file that may be a manifest."""
+    """Whatever the storage calls it: there is a file that may be a manifest, or nobody can tell."""
     await write(tmp_path / "a", threads)
     for code in (errno.EIO, errno.EINVAL, errno.EACCES):
         root = root_at(tmp_path, threads, RecordingFiles(fail_kind("open", code)))
         for call in (root.read_manifest, root.remove):
-            with pytest.raises(StorageError):
-                await call("a")
+            for name in ("a", "a" * 300):  # no file has such a name
+                with pytest.raises(StorageError):
+                    await call(name)
     assert committed(tmp_path / "a") == CONTENTS
 
 
@@ -615,6 +634,36 @@ async def test_a_dead_save_is_swept_after_a_while(tmp_path: Path, threads: Threa
     (event,) = log.of(LeftoversRemoved)
     assert len(event.files) == 2
     await root.sweep("a", 100)  # gone already
+
+
+async def test_where_a_checkpoint_is_nothing_is_swept(tmp_path: Path, threads: Threads) -> None:
+    """Nor in a directory that a link leads to: neither is all a dead save's."""
+    await begin(tmp_path / "else" / "a", threads)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "b").symlink_to(tmp_path / "else" / "a")
+    await write(tmp_path / "run" / "c", threads)
+    for name, data in contents_of(SAVE_IDS[1], 5000).items():
+        (tmp_path / "run" / "c" / name).write_bytes(data)
+    root = root_at(tmp_path / "run", threads)
+    for directory in (tmp_path / "else" / "a", tmp_path / "run" / "c"):
+        before = names_in(directory)
+        age(directory)
+        for name in ("b", "c"):
+            await root.sweep(name, 100)
+        assert names_in(directory) == before
+
+
+async def test_a_directory_that_was_just_made_is_not_swept(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """A save begins there, of which no file is there yet."""
+    (tmp_path / "a").mkdir()
+    root = root_at(tmp_path, threads)
+    await root.sweep("a", 100)
+    assert names_in(tmp_path) == ["a"]
+    age(tmp_path / "a")
+    await root.sweep("a", 100)
+    assert names_in(tmp_path) == []
 
 
 async def test_a_save_that_still_wrote_is_not_swept(tmp_path: Path, threads: Threads) -> None:
