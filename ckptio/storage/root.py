@@ -40,7 +40,6 @@ from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
 from ckptio.storage.file_names import (
-    ATTEMPT_PREFIX,
     NEW_MANIFEST_PREFIX,
     REPLACED_SUFFIX,
     TOMB,
@@ -234,7 +233,7 @@ class LocalRoot:
                 self._bury(directory, tomb)
                 if is_held:  # what a save left that was killed right after its commit
                     new = NEW_MANIFEST_PREFIX + save_id
-                    for name in (new, new + REPLACED_SUFFIX, ATTEMPT_PREFIX + save_id):
+                    for name in (new, new + REPLACED_SUFFIX):
                         if os.path.lexists(f"{directory}/{name}"):
                             self._unlink(directory, name)
         except _GONE:

@@ -370,6 +370,22 @@ async def test_other_peoples_files_stay(tmp_path: Path, threads: Threads) -> Non
     assert log.events == []
 
 
+async def test_a_lock_that_cannot_be_removed_is_told_of_once(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """It is all that is left of a checkpoint."""
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == "unlink" and ATTEMPT_PREFIX in operation.path:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), operation.path)
+
+    await write(tmp_path / "a", threads)
+    log = EventLog()
+    await root_at(tmp_path, threads, RecordingFiles(refuse), log).remove("a")
+    assert names_in(tmp_path / "a") == [ATTEMPT_PREFIX + SAVE_IDS[0]]
+    assert [event.file for event in log.of(CleanupFailed)] == names_in(tmp_path / "a")
+
+
 async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
     tmp_path: Path, threads: Threads
 ) -> None:
