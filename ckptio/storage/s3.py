@@ -28,7 +28,15 @@ from botocore.exceptions import BotoCoreError
 
 from ckptio.errors import ConfigError
 from ckptio.storage.options import problem_with
-from ckptio.storage.s3_answers import NotSupportedError, has_etag, info_of, listed, receive, told
+from ckptio.storage.s3_answers import (
+    NotSupportedError,
+    has_etag,
+    info_of,
+    listed,
+    receive,
+    told,
+    wanted,
+)
 from ckptio.storage.s3_body import Body
 from ckptio.storage.s3_options import (
     SYNONYMS,
@@ -269,14 +277,9 @@ class S3Store:
 
     async def list(self, prefix: str) -> list[ObjectInfo]:
         """List objects, page by page; see `store.ObjectStore`."""
-        found: list[ObjectInfo] = []
         arguments = {"Prefix": prefix, "Delimiter": "/"}
-        for page in await self._pages("list_objects_v2", ["ContinuationToken"], **arguments):
-            found += [listed(entry) for entry in page.get("Contents", ())]
-            found += [
-                ObjectInfo(key=entry["Prefix"], nbytes=0)
-                for entry in page.get("CommonPrefixes", ())
-            ]
+        pages = await self._pages("list_objects_v2", ["ContinuationToken"], **arguments)
+        found = [info for page in pages for info in listed(page)]
         return sorted(found, key=lambda info: info.key)
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
@@ -286,9 +289,9 @@ class S3Store:
         )
         begun = [
             UploadInfo(
-                key=entry["Key"],
-                upload_id=entry["UploadId"],
-                active_s=entry["Initiated"].timestamp(),
+                key=wanted(entry, "Key"),
+                upload_id=wanted(entry, "UploadId"),
+                active_s=wanted(entry, "Initiated").timestamp(),
             )
             for page in pages
             for entry in page.get("Uploads", ())
@@ -303,9 +306,8 @@ class S3Store:
             )
         except ObjectMissingError:
             return upload
-        times = [
-            part["LastModified"].timestamp() for page in pages for part in page.get("Parts", ())
-        ]
+        parts = [part for page in pages for part in page.get("Parts", ())]
+        times = [wanted(part, "LastModified").timestamp() for part in parts]
         return dataclasses.replace(upload, active_s=max([upload.active_s, *times]))
 
     async def _pages(

@@ -125,14 +125,34 @@ def info_of(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
     )
 
 
-def listed(entry: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of an entry of a listing."""
-    return ObjectInfo(
-        key=entry["Key"],
-        nbytes=int(entry["Size"]),
-        etag=str(entry.get("ETag", "")),
-        modified_s=entry["LastModified"].timestamp(),
-    )
+def listed(page: Mapping[str, Any]) -> list[ObjectInfo]:
+    """Make what a page of a listing has, objects and what stands for all that is below.
+
+    Raises:
+        TransientError: It is none.
+    """
+    objects = [
+        ObjectInfo(
+            key=wanted(entry, "Key"),
+            nbytes=int(wanted(entry, "Size")),
+            etag=str(entry.get("ETag", "")),
+            modified_s=wanted(entry, "LastModified").timestamp(),
+        )
+        for entry in page.get("Contents", ())
+    ]
+    levels = page.get("CommonPrefixes", ())
+    return objects + [ObjectInfo(key=wanted(entry, "Prefix"), nbytes=0) for entry in levels]
+
+
+def wanted(entry: Mapping[str, Any], name: str) -> Any:
+    """Give what each entry of a listing has.
+
+    Raises:
+        TransientError: This one has not: it is none.
+    """
+    if name not in entry:
+        raise TransientError("the answer is no listing")
+    return entry[name]
 
 
 def told(error: Exception) -> StoreError:

@@ -70,6 +70,29 @@ async def test_listings_go_on_over_pages(moto: Server) -> None:
             await upload.abort()
 
 
+@pytest.mark.parametrize(
+    ("query", "entry"),
+    [
+        ("list-type", "<Contents><Key>a</Key><Size>4</Size></Contents>"),
+        ("list-type", "<CommonPrefixes></CommonPrefixes>"),
+        ("uploads", "<Upload><Key>a</Key><UploadId>u</UploadId></Upload>"),
+        ("uploadId", "<Part><PartNumber>1</PartNumber></Part>"),
+    ],
+)
+async def test_a_listing_that_says_too_little_is_none(moto: Server, query: str, entry: str) -> None:
+    """It was a `KeyError`, of a save, too."""
+    body = f"<Listing><IsTruncated>false</IsTruncated>{entry}</Listing>"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    key = f"{new_prefix()}/a"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        upload = await store.upload(key)
+        proxy.decide = lambda r: Fault(answer=(head + body).encode()) if query in r.query else None
+        with pytest.raises(TransientError, match="listing"):
+            await (store.list("x/") if query == "list-type" else store.uploads(key))
+        proxy.decide = lambda _: None
+        await upload.abort()
+
+
 @pytest.mark.real_s3
 @pytest.mark.parametrize("name", ["ceph", "seaweedfs"])
 async def test_a_thousand_objects_are_no_end(request: pytest.FixtureRequest, name: str) -> None:
