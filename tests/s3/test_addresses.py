@@ -106,6 +106,23 @@ def test_a_client_without_a_region_is_in_amazons_first_one(
     assert address == S3Address(endpoint="https://a", region=expected, signs_payload=True)
 
 
+@pytest.mark.parametrize(
+    ("s3", "expected"),
+    [
+        ({"addressing_style": "virtual"}, True),
+        ({"use_accelerate_endpoint": True}, True),
+        ({"addressing_style": "path", "use_accelerate_endpoint": False}, False),
+    ],
+)
+def test_a_bucket_that_is_accelerated_stands_in_the_host(
+    s3: dict[str, Any], *, expected: bool
+) -> None:
+    """As botocore has it, whatever it calls the style."""
+    config = types.SimpleNamespace(s3=s3)
+    meta = types.SimpleNamespace(endpoint_url="https://a", region_name="a", config=config)
+    assert address_of(types.SimpleNamespace(meta=meta)).is_virtual == expected
+
+
 def test_options_say_before_the_environment_where_a_server_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from ckptio.errors import (
     CheckpointChangedError,
     CheckpointError,
     CommitConflictError,
+    ConfigError,
     StorageError,
 )
 from ckptio.events import RequestRetried
@@ -330,6 +331,17 @@ async def test_thirty_saves_hold_on_to_nothing(server: Server) -> None:
             assert max(counts[5:]) <= max(counts[:5])
     gc.collect()
     assert open_files() == before
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_parts_that_are_too_small_are_not_even_sent(moto: Server, client: str) -> None:
+    """S3 says no when it has got all of them."""
+    url = new_url()
+    config = config_for(moto, s3_client=client, slab_nbytes=PART_NBYTES - MiB)
+    async with Engine(config) as engine:
+        with pytest.raises(ConfigError, match=f"at least {PART_NBYTES} bytes; raise slab_nbytes"):
+            await engine.save(random_state([PART_NBYTES]), url)
+    assert left_at(moto, url) == ([], [])
 
 
 async def test_a_server_that_is_busy_is_asked_again(moto: Server) -> None:

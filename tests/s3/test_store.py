@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import datetime as dt
 import ssl
 import types
 from typing import TYPE_CHECKING, Any
@@ -133,18 +134,50 @@ def _page_of_uploads(key: str, *, more: bool) -> bytes:
         f"<ListMultipartUploadsResult>{after}<IsTruncated>{str(more).lower()}</IsTruncated>"
         f"<Upload>{upload}</Upload></ListMultipartUploadsResult>"
     )
+    return _ok(body)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "",
+        "<NextContinuationToken>same</NextContinuationToken>",
+        "<NextKeyMarker>a</NextKeyMarker>",
+    ],
+)
+async def test_a_listing_that_goes_nowhere_is_none(moto: Server, after: str) -> None:
+    """It is not cut where a server says that there is more, and not how to get it."""
+    page = _ok(f"<Listing><IsTruncated>true</IsTruncated>{after}</Listing>")
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=page) if len(proxy.requests) < 5 else None
+        with pytest.raises(TransientError, match="listing"):
+            await (store.uploads("x/") if "Key" in after else store.list("x/"))
+
+
+async def test_an_upload_is_as_old_as_its_newest_part(moto: Server) -> None:
+    """On whichever page that is: one of which parts come is not swept."""
+    begun = "<Upload><Key>a</Key><UploadId>u</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated>"
+    uploads = f"<Listing><IsTruncated>false</IsTruncated>{begun}</Upload></Listing>"
+
+    def decide(request: Request) -> Fault:
+        if "uploads" in request.query:
+            return Fault(answer=_ok(uploads))
+        is_last = "part-number-marker" in request.query
+        part = f"<Part><LastModified>2026-01-0{2 if is_last else 3}T00:00:00Z</LastModified></Part>"
+        end = f"<IsTruncated>{str(not is_last).lower()}</IsTruncated>"
+        after = "<NextPartNumberMarker>1</NextPartNumberMarker>"
+        return Fault(answer=_ok(f"<Listing>{end}{after}{part}</Listing>"))
+
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = decide
+        (upload,) = await store.uploads("a")
+        assert len(proxy.requests) == 3
+    assert upload.active_s == dt.datetime(2026, 1, 3, tzinfo=dt.UTC).timestamp()
+
+
+def _ok(body: str) -> bytes:
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return (head + body).encode()
-
-
-async def test_a_listing_that_goes_nowhere_is_none(moto: Server) -> None:
-    """It is not cut where a server says that there is more, and not how to get it."""
-    body = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    async with Proxy(moto) as proxy, opened(proxy.server) as store:
-        proxy.decide = lambda _: Fault(answer=(head + body).encode())
-        with pytest.raises(TransientError, match="listing"):
-            await store.list("x/")
 
 
 async def _put(store: ObjectStore, key: str) -> None:
@@ -276,7 +309,7 @@ async def test_answers_mean_one_of_four_things(
             await store.put("a/b", b"data")
         assert (code or str(status)) in str(caught.value)
         assert getattr(caught.value, "slow_down", None) is slow
-        assert proxy.count("PUT") == 1
+        assert [request.method for request in proxy.requests] == ["PUT"]
 
 
 @pytest.mark.parametrize("absent", [True, False])
@@ -362,6 +395,17 @@ async def test_etags_may_be_compared_without_quotes(moto: Server) -> None:
         proxy.decide = lambda r: refused if r.headers.get("if-match", "")[:1] == '"' else None
         async with opened(proxy.server) as store:
             await expect_conditions(store, key)
+        tags = [request.headers.get("if-match", "") for request in proxy.requests]
+        assert len([tag for tag in tags if tag.strip('"') == tag != ""]) == 1
+
+
+async def test_an_etag_without_quotes_is_compared_once(moto: Server) -> None:
+    """There is no other way to write it."""
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=answer(412, "PreconditionFailed"))
+        with pytest.raises(ConditionFailedError):
+            await store.put("a/b", b"data", match="bare")
+        assert [request.method for request in proxy.requests] == ["PUT"]
 
 
 async def test_an_object_that_goes_before_it_is_compared_again_is_another(moto: Server) -> None:
@@ -389,13 +433,17 @@ async def test_a_look_that_is_refused_says_why(moto: Server, status: int, code: 
         proxy.decide = lambda r: Fault(answer=answer(status, "" if r.method == "HEAD" else code))
         with pytest.raises(RefusedError, match=rf"{code} \({status}\)"):
             await store.head("a/b")
-        assert proxy.count("GET") == 1
+        (asked,) = proxy.sent("GET")
+        assert asked.headers["range"] == "bytes=0-0"
 
 
-@pytest.mark.parametrize("get_status", [200, 404, 500])
-async def test_a_look_that_alone_is_refused_is_refused(moto: Server, get_status: int) -> None:
+@pytest.mark.parametrize(
+    "found", [answer(200), answer(404), answer(500), answer(416, "InvalidRange")]
+)
+async def test_a_look_that_alone_is_refused_is_refused(moto: Server, found: bytes) -> None:
+    """Also of an object that is empty."""
     async with Proxy(moto) as proxy, opened(proxy.server) as store:
-        proxy.decide = lambda r: Fault(answer=answer(403 if r.method == "HEAD" else get_status))
+        proxy.decide = lambda r: Fault(answer=answer(403) if r.method == "HEAD" else found)
         with pytest.raises(RefusedError, match=r"Forbidden \(403\)"):
             await store.head("a/b")
 
@@ -488,7 +536,7 @@ async def test_a_body_that_is_cut_is_not_taken(server: Server, keep_nbytes: int)
 
 
 async def test_a_server_that_ignores_ranges_is_not_believed(moto: Server) -> None:
-    """The first bytes are not those that were asked for."""
+    """The first bytes are not those that were asked for, unless all were."""
     key = f"{new_prefix()}/a"
     whole = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nabcd"
     async with Proxy(moto) as proxy, opened(proxy.server) as store:
@@ -496,6 +544,19 @@ async def test_a_server_that_ignores_ranges_is_not_believed(moto: Server) -> Non
         for start, nbytes in ((2, 2), (1, 4)):
             with pytest.raises(StoreError):
                 await store.get_into(key, start, memoryview(bytearray(nbytes)))
+        room = memoryview(bytearray(4))
+        await store.get_into(key, 0, room)
+        assert bytes(room) == b"abcd"
+
+
+async def test_an_answer_that_is_longer_than_its_range_is_not_believed(moto: Server) -> None:
+    """Which of its bytes are those that were asked for, nobody knows."""
+    found = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 2-3/9\r\n"
+    found += b"Content-Length: 4\r\nConnection: close\r\n\r\nabcd"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=found)
+        with pytest.raises(TransientError, match="not the range"):
+            await store.get_into("a/b", 2, memoryview(bytearray(2)))
 
 
 async def test_a_range_may_come_without_its_length(moto: Server) -> None:
@@ -587,3 +648,13 @@ async def test_options_that_make_no_sense_are_not_repeated(moto: Server) -> None
     assert "hidden" not in repr(caught.value)
     assert "endpoint_url" in str(caught.value)
     assert caught.value.__context__ is None
+
+
+async def test_where_no_option_is_given_none_is_named(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment asks for what is not there."""
+    monkeypatch.setenv("AWS_PROFILE", "nobody-has-this")
+    with pytest.raises(ConfigError, match=r"given \(none\): ProfileNotFound"):
+        async with opened(moto, storage_options={}):
+            pass
