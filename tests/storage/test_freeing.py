@@ -150,7 +150,7 @@ async def test_no_more_is_held_than_there_is_room_besides(
     """Other ranks write the next save at once, and know nothing of what this process holds."""
 
     class Room:
-        f_bavail, f_frsize = 14, 1000
+        f_bavail, f_frsize = 12, 1000
 
     monkeypatch.setattr(os, "statvfs", lambda _: Room)
     names = [f"data-{number}" for number in range(3)]
@@ -464,6 +464,16 @@ async def test_a_process_that_may_open_no_more_frees_as_it_removes(
     assert not wait_until_free()
 
 
+def test_what_a_link_leads_to_is_not_held(tmp_path: Path, late: Late) -> None:
+    """It stays, and so does its room."""
+    (tmp_path / "data-file").write_bytes(bytes(5000))
+    (tmp_path / "link").symlink_to("data-file")
+    with Freeing(PosixFiles(), late) as block:
+        block.unlink(str(tmp_path / "link"))
+    assert not wait_until_free()
+    assert names_in(tmp_path) == ["data-file"]
+
+
 @pytest.mark.parametrize(
     ("codes", "num_calls"),
     [([errno.ENOSPC], 2), ([errno.ENOSPC, errno.EDQUOT], 2), ([errno.EIO], 1)],
@@ -494,29 +504,67 @@ async def test_room_is_reserved_once_more_where_something_was_freed(
     assert files.num_calls == num_calls
 
 
-CHILD = """
+HOLDER = """
 import os, sys
 from concurrent.futures import Executor
 from ckptio.storage import freeing, linux
 from ckptio.storage.files import PosixFiles
 class Never(Executor):
     def submit(self, *_): pass
-freeing._MIN_NBYTES, linux.is_of_this_host = 1, lambda _: True
-with freeing.Freeing(PosixFiles(), Never()) as block:
-    block.unlink(sys.argv[1])
+def unlink(path):
+    with freeing.Freeing(PosixFiles(), Never()) as block:
+        block.unlink(path)
 def held():
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum(os.path.islink(f) and "(deleted)" in os.readlink(f) for f in links)
+freeing._MIN_NBYTES, freeing._MAX_HELD, linux.is_of_this_host = 1, 1, lambda _: True
+unlink(sys.argv[1])
+"""
+CHILD = """
 assert held() == 1
 if not os.fork():
-    os._exit(held() or freeing.wait_until_free())
+    is_clean = not held() and not freeing.wait_until_free()
+    unlink(sys.argv[2])
+    os._exit(not is_clean or held() != 1)
 print(os.waitstatus_to_exitcode(os.wait()[1]), held())
+"""
+REOPENED = """
+close, flags = os.close, int(sys.argv[3])
+def close_and_fork(fd):
+    os.close = close
+    close(fd)
+    assert os.open(sys.argv[2], flags) == fd
+    if not os.fork():
+        os._exit(not os.path.exists(f"/proc/self/fd/{fd}"))
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+os.close = close_and_fork
+freeing.wait_until_free()
 """
 
 
+def run(program: str, *given: object) -> str:
+    """Run one in which a file is held: the first that is given."""
+    command = [sys.executable, "-c", HOLDER + program, *map(str, given)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
-    """A worker of a DataLoader lives as long as the run, and the disk would be as full."""
+    """A worker of a DataLoader lives as long as the run, and the disk would be as full.
+
+    It may hold as much of its own.
+    """
+    files = [tmp_path / "file", tmp_path / "own"]
+    for file in files:
+        file.write_bytes(b"bytes")
+    assert run(CHILD, *files) == "0 1\n"
+
+
+@pytest.mark.parametrize("flags", [os.O_PATH, os.O_RDONLY])
+def test_a_forked_child_keeps_what_was_opened_meanwhile(tmp_path: Path, flags: int) -> None:
+    """Under the number of what was just freed: another's inode, or the same, of another file."""
     (tmp_path / "file").write_bytes(b"bytes")
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "file")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "0 1\n"
+    if flags == os.O_PATH:
+        (tmp_path / "new").write_bytes(b"bytes")
+    else:
+        os.link(tmp_path / "file", tmp_path / "new")
+    assert run(REOPENED, tmp_path / "file", tmp_path / "new", flags) == "0\n"
