@@ -24,7 +24,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import threading
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
@@ -113,9 +112,8 @@ class Freeing:
         """Hold an open file, if it is one to hold."""
         status, disk = os.fstat(fd), os.statvfs(fd)
         nbytes, room = status.st_size, disk.f_bavail * disk.f_frsize
-        is_large = stat.S_ISREG(status.st_mode) and nbytes >= _MIN_NBYTES
         has_room = sum([*_held.values(), nbytes]) <= room
-        if not is_large or not has_room or not linux.is_of_this_host(fd):
+        if nbytes < _MIN_NBYTES or not has_room or not linux.is_of_this_host(fd):
             return False
         held = fd, (status.st_dev, status.st_ino)
         _held[held] = nbytes
