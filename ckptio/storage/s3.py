@@ -336,7 +336,8 @@ class S3Store:
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, one by one: how many at once a server takes differs."""
         for key in keys:
-            await self.request("delete_object", Key=key)
+            with contextlib.suppress(ObjectMissingError):  # not all answer 204 then
+                await self.request("delete_object", Key=key)
 
     async def close(self) -> None:
         """Close the client and its connections."""

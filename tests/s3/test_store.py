@@ -607,6 +607,17 @@ async def test_an_upload_that_ended_is_aborted_without_an_error(server: Server) 
         assert keys_in(server, key) == []
 
 
+async def test_what_is_not_there_is_no_error_to_remove(moto: Server) -> None:
+    """Whatever a server calls it, also behind an answer that was lost; and the others go."""
+    keys = [f"{new_prefix()}/{name}" for name in ("gone", "there")]
+    missing = Fault(answer=answer(404, "NoSuchKey"))
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda request: missing if request.key.endswith("gone") else None
+        await store.put(keys[1], b"data")
+        await store.delete(keys)
+    assert keys_in(moto, keys[1]) == []
+
+
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 @pytest.mark.parametrize(
     ("url", "problem"),
