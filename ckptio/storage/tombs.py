@@ -5,9 +5,11 @@
 
 No file system renames on condition. So a removal takes what has the manifest's name, and looks
 then what it was: another save may have been committed there since the one that is to go was
-read. What was taken by mistake is a checkpoint still. The removal puts it back; if it was killed,
-whoever comes next does, before anything is called left over. Where another one stands by then, it
-stays under that name, with its files, and is put back when that one has gone.
+read. What was taken by mistake is a checkpoint still. The removal puts it back, unless another save
+has been committed since: then that one has replaced it. If the removal was killed, whoever comes
+next puts it back, before anything is called left over. Where another checkpoint stands by then,
+what was taken stays under that name, with its files, and is put back when that one has gone. So it
+is with all but one of several that killed removals had taken.
 
 Each removal has a name of its own. Under one name for all, two that were at it at once wrote over
 what the other had taken, and the one that put its own back removed the other's.
@@ -55,8 +57,9 @@ def tombs_in(directory: str, save_id: str = "") -> list[str]:
 
 
 def put_back(files: PosixFiles, directory: str, tomb: str) -> None:
-    """Make a checkpoint again of what was taken by mistake, unless there is a newer one.
+    """Make a checkpoint again of what was taken by mistake, unless another one was committed since.
 
+    That one has replaced it: what was taken loses its name then, too, and its files are left over.
     Where no name is given on condition, a save that is committed between look and rename is
     replaced, as one that came first.
 
@@ -93,14 +96,17 @@ def put_back_mistakes(files: PosixFiles, directory: str) -> None:
     Raises:
         OSError: It cannot be put back.
     """
-    look_anew(f"{directory}/{MANIFEST_NAME}")
-    if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
+    manifest = f"{directory}/{MANIFEST_NAME}"
+    look_anew(manifest)
+    if os.path.lexists(manifest):
         return
     for tomb in tombs_in(directory):
         with contextlib.suppress(FileNotFoundError, FormatError):  # then it is left over
             summary, _ = read_summary(files, f"{directory}/{tomb}")
             if is_to_be_put_back(directory, tomb, summary):
                 put_back(files, directory, tomb)
+                if os.path.lexists(manifest):
+                    return  # what else was taken stays beside it
 
 
 def forget_mistakes(files: PosixFiles, directory: str, save_id: str, commit: bytes) -> None:

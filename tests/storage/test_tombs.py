@@ -146,6 +146,30 @@ def test_a_copy_is_made_again_on_any_mount(tmp_path: Path, mount: str, there: st
     assert names_in(path) == sorted(["manifest.json", *OLD])
 
 
+def test_of_two_that_were_taken_by_mistake_one_is_put_back_and_the_other_one_stays(
+    tmp_path: Path,
+) -> None:
+    """Nobody has replaced it: it is put back when the first one has gone."""
+    path, told = tmp_path / "c", list[str]()
+    path.mkdir()
+    for save_id in (B, C):
+        for name, data in CONTENTS[save_id].items():
+            (path / name).write_bytes(data)
+        (path / tomb_name(A)).write_bytes(manifest_of(save_id, CONTENTS[save_id]))
+    for _ in range(2):
+        put_back_mistakes(RecordingFiles(), str(path))
+    (stays,) = tombs_in(str(path))
+    there, other = (
+        read_summary(RecordingFiles(), str(path / name))[0].save_id
+        for name in ("manifest.json", stays)
+    )
+    assert {there, other} == {B, C}
+    remove(path, there, told)
+    sweep(path)
+    assert told == ["removed"]
+    assert committed(path) == CONTENTS[other]
+
+
 @pytest.mark.parametrize("before", ["fsync_dir", "unlink"])
 def test_a_copy_of_what_is_being_replaced_is_not_made(tmp_path: Path, before: str) -> None:
     """Right behind the exchange of the two its files are there: they are about to go."""
