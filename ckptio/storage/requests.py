@@ -54,6 +54,7 @@ T = TypeVar("T")
 _PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
+_NO_TIME = "no time is left to ask"
 
 
 def settling_wait_s(tries: int) -> float:
@@ -81,10 +82,20 @@ class RequestLimit:
         return max(1, int(self._allowed))
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[int]:
-        """Hold a place; wait for one, in turn. Gives what `slow_down` takes."""
+    async def slot(self, ends_s: float | None = None) -> AsyncIterator[int]:
+        """Hold a place; wait for one, in turn.
+
+        Args:
+            ends_s: When to stop waiting, by the loop's clock; never if not given.
+
+        Yields:
+            What `slow_down` takes.
+
+        Raises:
+            TransientError: There was no place until then.
+        """
         if self._running >= self.allowed or self._waiters:
-            await self._wait()
+            await self._wait(ends_s)
         else:
             self._running += 1
         try:
@@ -93,17 +104,20 @@ class RequestLimit:
             self._running -= 1
             self._wake()
 
-    async def _wait(self) -> None:
+    async def _wait(self, ends_s: float | None) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
-            await waiter
-        except BaseException:
+            async with asyncio.timeout_at(ends_s):
+                await waiter
+        except BaseException as error:
             if waiter.done() and not waiter.cancelled():
                 self._running -= 1  # it was given a place just then
             elif waiter in self._waiters:  # else it was passed over, as one that had left
                 self._waiters.remove(waiter)
             self._wake()
+            if isinstance(error, TimeoutError):
+                raise TransientError(_NO_TIME) from error
             raise
 
     def _wake(self) -> None:
@@ -162,8 +176,9 @@ class Requests:
     def brief(self) -> Requests:
         """Give requests of the same kind that all end within ten seconds from now, or sooner.
 
-        For what somebody waits for who has given up: clean-up behind an abort. One that gets no
-        answer takes a third of that, and leaves time for others.
+        For what somebody waits for who has given up: clean-up behind an abort. Waiting for a place
+        counts, too: others may have all of them, on a store that is away. A request that gets no
+        answer takes a third of that time, and leaves some for others.
         """
         requests = Requests(self.path, self._config, self._limit, self._emit, self._rng)
         ends_s = asyncio.get_running_loop().time() + GRACE_S
@@ -308,7 +323,7 @@ class Requests:
         Raises:
             StoreError: As the store says; a stalled one is a `TransientError`.
         """
-        async with self._limit.slot() as sent_in:
+        async with self._limit.slot(self._ends_s) as sent_in:
             timed = self._timed(request, has_body=has_body)
             try:
                 result = await (shielded(timed) if outlive else timed)
@@ -324,7 +339,7 @@ class Requests:
         if self._ends_s is not None:
             timeout_s = min(timeout_s, self._ends_s - asyncio.get_running_loop().time())
             if timeout_s <= 0:
-                raise TransientError("no time is left to ask")
+                raise TransientError(_NO_TIME)
         try:
             async with asyncio.timeout(timeout_s):
                 return await request()

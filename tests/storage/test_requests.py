@@ -323,6 +323,26 @@ async def test_nothing_is_sent_when_no_time_is_left() -> None:
 
 
 @in_virtual_time
+async def test_who_is_in_a_hurry_waits_no_longer_for_a_place() -> None:
+    """Another save has all of them, for what a store that is away does not answer."""
+    loop, limit, sent = asyncio.get_running_loop(), RequestLimit(1), []
+
+    async def request() -> None:
+        sent.append(loop.time())
+
+    brief = requests(limit=limit).brief()
+    async with asyncio.TaskGroup() as group, limit.slot():
+        for _ in range(2):  # also when all of that time has passed
+            with pytest.raises(StorageError, match="no time is left"):
+                await brief.run("remove", "a", request)
+            assert loop.time() == 10
+        group.create_task(requests(limit=limit).run("look at", "b", request))
+        await asyncio.sleep(20)
+    assert sent == [30]
+    assert limit._running == 0
+
+
+@in_virtual_time
 async def test_places_are_given_in_turn() -> None:
     """Who came first is served first, also before one that comes just as a place is free."""
     limit = RequestLimit(2)
