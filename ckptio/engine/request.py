@@ -20,7 +20,7 @@ from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.leaves import SCALAR_TYPES, require_convertible
-from ckptio.state.optimizers import is_of_torch
+from ckptio.state.optimizers import has_known_state
 from ckptio.state.rebuild import device_of
 from ckptio.state.records import fields_of, record_tag
 from ckptio.state.select import make_predicate
@@ -186,7 +186,7 @@ def may_be_meta(target: Any) -> bool:
         return any(map(may_be_meta, target))
     if isinstance(target, torch.nn.Module):
         return any(map(may_be_meta, target.state_dict(keep_vars=True).values()))
-    if isinstance(target, torch.optim.Optimizer) and is_of_torch(target):
+    if isinstance(target, torch.optim.Optimizer) and has_known_state(target):
         # it puts what it is given where its parameters are; for those on meta others have words
         return any(p.is_meta for group in target.param_groups for p in group["params"])
     # of a place that has nothing yet, everything is new

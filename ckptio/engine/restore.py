@@ -148,7 +148,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         num_notes = len(notes)  # the restoration has this function: no reference cycle
         result = assemble(rebuilder)
         _tell_of_meta(manifest, path, request, notes, num_notes)
-        matcher.untouched.reach(len(match.fills), len(match.fills))
+        matcher.untouched.check_before(len(match.fills), len(match.fills))
         return result
 
     restoration.finish = finish

@@ -88,7 +88,7 @@ def find_tensor(
     """
     stored = stored_as(entries, node)
     if stored is None:
-        return other("a tensor", node)
+        return kinds_differ("a tensor", node)
     index, stored_shape, stored_dtype = stored
     if shape != stored_shape:
         return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
@@ -201,7 +201,7 @@ def require_value(fqn: str, target: object) -> None:
         )
 
 
-def other(kind: str, node: Json) -> str:
+def kinds_differ(kind: str, node: Json) -> str:
     """Say that the target has a kind of value where the checkpoint has another."""
     return f"{kind} in the target, {kind_of(node)} in the checkpoint"
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Assemble = Callable[[Rebuilder], Any]
 
 
-class Noted:
+class NotingMatcher:
     """What every kind of value has in common that is matched with what is stored.
 
     Args:

@@ -96,8 +96,8 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             values = assemble(rebuilder)
             if handed is not None and is_partial:
                 values = handed.without_own(values, template)
-            self.untouched.reach(start, stop)
-            self.untouched.require(values)
+            self.untouched.check_before(start, stop)
+            self.untouched.check_state(values)
             before = before_taking(fqn, target, values, template)
             given, own = values if before.held else {}, range(start, stop)
             beside = self._elsewhere.beside(fqn, given, stored, own, rebuilder.tensors)
@@ -121,7 +121,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
         assemble, start = self._take(fqn, node), len(self.match.fills)
 
         def hand_over(rebuilder: Rebuilder) -> Any:
-            self.untouched.reach(start, start)
+            self.untouched.check_before(start, start)
             values = assemble(rebuilder)
             before = before_taking(fqn, target, values)
             given, own = values if before.held else {}, range(start, start)

@@ -103,7 +103,7 @@ def optimizer_differs(
     takes_groups = _takes_groups(groups_fqn, groups, ids, keep)
     if takes_groups and here != there:
         return f"groups of {here} parameters in the target, of {there} in the checkpoint"
-    if not is_of_torch(optimizer):
+    if not has_known_state(optimizer):
         return ""  # nobody knows what it is made of
     kind, state = type(optimizer).__name__, members.get(state_fqn)
     if stored and (takes_groups or names_kept(state_fqn, state, keep)):
@@ -225,7 +225,7 @@ def template_of(
         for key, item in made.items():
             found = stored.get(key) or stored.get(join_fqn("", key))
             parameter = parameters.get(join_fqn(join_fqn(fqn, "state"), key))
-            shape = None if parameter is None or is_of_torch(target) else tuple(parameter.shape)
+            shape = None if parameter is None or has_known_state(target) else tuple(parameter.shape)
             if found is not None:
                 kept[key] = _like(item, found[2], entries, shape)
         template = {**template, "state": kept}
@@ -273,7 +273,7 @@ def _differs(
     return shape is not None and value.shape != stored[1] and shape not in (value.shape, stored[1])
 
 
-def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def has_known_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known what an optimizer's state is made of."""
     return type(optimizer).__module__.startswith("torch.optim")
 

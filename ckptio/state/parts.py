@@ -49,7 +49,7 @@ from ckptio.state.attributes import DICTS, is_part
 from ckptio.state.places import (
     LOST,
     Before,
-    Held,
+    HeldParts,
     Place,
     copied_all,
     dicts_in,
@@ -166,7 +166,7 @@ class _Taken:
             kind for key, kind in kinds.items() if key not in left and key not in self._by_part
         ]
 
-    def _look_at(self, held: Held) -> None:
+    def _look_at(self, held: HeldParts) -> None:
         """Note parts that were handed what their owner was given under the names of the places."""
         given = _under(self._given.get(id(held.attribute.owner)), held.attribute.name)
         own = {place.path: place.found for place in places_in(held.fqn, held.value, given)}
@@ -178,9 +178,9 @@ class _Taken:
                 has = self._by_part.setdefault(id(place.part), mine)
                 if not is_same(has.state, state):
                     both = "load_state_dict() was given both"
-                    self.notes.append(f"{place.fqn}: {_is_double(has)}; {both}")
+                    self.notes.append(f"{place.fqn}: {_double_of(has)}; {both}")
 
-    def steps(self, held: Held) -> list[tuple[Place, bool]]:
+    def steps(self, held: HeldParts) -> list[tuple[Place, bool]]:
         """Give the places in an attribute where parts come back, and whether they take a state.
 
         Raises:
@@ -230,10 +230,10 @@ class _Taken:
             return False
         if not has.is_handed and is_given:
             raise TargetError(
-                f"{place.fqn!r} {_is_double(has)}; have two objects there before the load, or leave"
+                f"{place.fqn!r} {_double_of(has)}; have two objects there before the load, or leave"
                 " one out with select="
             )
-        self.notes.append(f"{place.fqn}: {_is_double(has)}; its state stays a dict")
+        self.notes.append(f"{place.fqn}: {_double_of(has)}; its state stays a dict")
         return None
 
     def _may_be_handed(self, place: Place) -> bool:
@@ -244,7 +244,7 @@ class _Taken:
         return len(handed) > num_others and not any(is_same(one, place.found) for one in handed)
 
 
-def _is_double(has: _State) -> str:
+def _double_of(has: _State) -> str:
     if has.state is None:
         return f"is one object with {has.fqn!r}, which load_state_dict() handed a state"
     return f"is one object with {has.fqn!r} in the target and another in the checkpoint"

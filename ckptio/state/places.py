@@ -44,7 +44,7 @@ class Place(NamedTuple):
     path: tuple[Any, ...] = ()
 
 
-class Held(NamedTuple):
+class HeldParts(NamedTuple):
     """An attribute that is a part or has parts.
 
     Attributes:
@@ -94,7 +94,7 @@ class Before(NamedTuple):
     values: Any
     states: list[Any]
     unnamed: list[Any]
-    held: list[Held]
+    held: list[HeldParts]
     is_asked: bool
     in_records: list[RecordPart]
 
@@ -120,7 +120,7 @@ def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> B
     return Before(target, _copied(values), states, unnamed, held, is_asked, in_records)
 
 
-def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
+def _held_by(fqn: str, target: Any, template: Any) -> Iterator[HeldParts]:
     if isinstance(target, SELF_SAYING):
         return
     own = {id(part) for attribute in attributes_of(target) for part in _parts_in(attribute.read())}
@@ -141,7 +141,7 @@ def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
                 is_given = is_below or any(id(p) in by_id or type(p) in copies for p in parts)
                 name = join_fqn(fqn, attribute.name)
                 contents = [(each, _like(each, each)) for each in _lists_in(value)]
-                held = Held(name, attribute, _copied(value), depth, is_given, value, contents)
+                held = HeldParts(name, attribute, _copied(value), depth, is_given, value, contents)
                 yield held
                 ahead += [(place.fqn, place.part, depth + 1, is_given) for place in held.places()]
 

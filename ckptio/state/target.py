@@ -36,7 +36,7 @@ from ckptio.format.encode import TAG, join_fqn
 from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
-from ckptio.state.fits import is_filled, other, require_value
+from ckptio.state.fits import is_filled, kinds_differ, require_value
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import (
@@ -131,7 +131,7 @@ class Matcher(ObjectMatcher):
         if tag == "dataclass" and (node is not None or is_filled(target, by_place=False)):
             fields = fields_in(fqn, node)
             if fields is None:
-                return self._other(fqn, target, node, other("a dataclass", node))
+                return self._other(fqn, target, node, kinds_differ("a dataclass", node))
             return self._record(fqn, self._own(fqn, target, node), fields)
         if isinstance(target, dict):
             own = self._own(fqn, target, node)
@@ -217,7 +217,7 @@ class Matcher(ObjectMatcher):
             flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
-            return self._other(fqn, target, node, other("a dict", node))
+            return self._other(fqn, target, node, kinds_differ("a dict", node))
         found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         versions = Versions(target, node, self.match)
@@ -319,7 +319,7 @@ class Matcher(ObjectMatcher):
     def _sequence(self, fqn: str, target: Any, node: Json) -> Assemble:
         stored = sequence_in(fqn, node)
         if stored is None or stored[0] != isinstance(target, tuple):
-            found = other(f"a {type(target).__name__}", node)
+            found = kinds_differ(f"a {type(target).__name__}", node)
             return self._mismatch(fqn, target, node, found)
         _, names, items = stored
         if (

@@ -17,13 +17,13 @@ from ckptio.state.fits import (
     find_plain,
     find_tensor,
     is_like,
-    other,
+    kinds_differ,
     resized_like,
     shape_of,
     stored_as,
 )
 from ckptio.state.leaves import DTYPE_NAMES, as_tensor
-from ckptio.state.match import Noted
+from ckptio.state.match import NotingMatcher
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
 from ckptio.state.tree import is_kept
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Assemble = Callable[[Rebuilder], Any]
 
 
-class TensorMatcher(Noted):
+class TensorMatcher(NotingMatcher):
     """Matches what has elements; what it is in, whoever extends it.
 
     Args:
@@ -168,7 +168,7 @@ class TensorMatcher(Noted):
         if self._keep is not None and self._is_left(fqn, node, self._keep):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
-            return self._other(fqn, target, node, other("an array", node))
+            return self._other(fqn, target, node, kinds_differ("an array", node))
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
         has_type = not target.size or target.dtype.str == node["d"]
         if is_new and self._handed is not None and self._handed.is_any:

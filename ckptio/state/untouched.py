@@ -68,7 +68,7 @@ class Untouched:
                     self._by_address.setdefault(whole.data_ptr(), []).append(sample)
             self._samples.append(sample)
 
-    def reach(self, start: int, stop: int) -> None:
+    def check_before(self, start: int, stop: int) -> None:
         """Look at what is no object's and comes before one, which is about to take what it has.
 
         Args:
@@ -83,7 +83,7 @@ class Untouched:
                 raise _error(sample.name)
         self._num_taken = max(self._num_taken, stop)
 
-    def require(self, state: Any) -> None:
+    def check_state(self, state: Any) -> None:
         """Look at a state that is about to be taken.
 
         Args:
@@ -96,7 +96,7 @@ class Untouched:
             return
         if isinstance(state, (dict, list, tuple)):
             for item in state.values() if isinstance(state, dict) else state:
-                self.require(item)
+                self.check_state(item)
         elif isinstance(state, torch.Tensor) and (name := self.changed(state)):
             raise _error(name)
 

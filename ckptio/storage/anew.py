@@ -79,7 +79,7 @@ def open_anew(files: PosixFiles, path: str) -> int:
     return files.open(path, direct=False)
 
 
-def is_kept(path: str) -> bool:
+def may_be_outdated(path: str) -> bool:
     """Say whether what a directory has is answered from what was so up to `KEPT_S` ago."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)

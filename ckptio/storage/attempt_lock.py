@@ -93,15 +93,15 @@ class Attempts:
         """
         names = set(find(()) if among is None else among)
         owners = sorted({owner_of(name) for name in names})
-        is_less = False
+        has_removed = False
         for start in range(0, len(owners), _MAX_HELD):
             some = owners[start : start + _MAX_HELD]
             with contextlib.ExitStack() as stack:
                 mine, held = self._held_of(some, names, stack)
                 free = [name for name in find(held) if name in names and owner_of(name) in mine]
                 free.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
-                is_less |= remove(free)
-        return is_less
+                has_removed |= remove(free)
+        return has_removed
 
     def remove_replaced(
         self, save_id: str, names: Sequence[str], remove: Callable[[list[str]], object]

@@ -21,7 +21,7 @@ from ckptio.errors import CheckpointChangedError, CheckpointNotFoundError, Forma
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
-from ckptio.storage.anew import KEPT_S, found_anew, is_kept, look_anew, open_anew
+from ckptio.storage.anew import KEPT_S, found_anew, look_anew, may_be_outdated, open_anew
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX
@@ -226,7 +226,7 @@ class LocalStorage:
         is given time to hear of that, before the caller looks at the manifest again.
         """
         sizes = await run_blocking(self._executor, self._sizes, names)
-        if None in sizes and await run_blocking(self._executor, is_kept, self._path):
+        if None in sizes and await run_blocking(self._executor, may_be_outdated, self._path):
             await asyncio.sleep(KEPT_S)
             sizes = await run_blocking(self._executor, self._sizes, names)
         return sizes
