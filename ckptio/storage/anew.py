@@ -1,16 +1,16 @@
-"""Look once more for what a client of a server says is not there, or is as it was.
+"""Ask a server once more about what its client takes for missing, or for unchanged.
 
-For up to a minute (`acdirmax`), a client of NFS keeps that a directory lacks a name, and what
-another host has made there meanwhile is not seen. Opening a directory makes the client ask the
-server (close-to-open consistency, nfs(5)), and drop what is no longer so. Where that is not
-needed, it costs three system calls, and only for what is not found.
+An NFS client remembers for up to a minute (`acdirmax`) that a directory lacks a name, and does not
+see what another host has made there meanwhile. Opening a directory makes the client ask the server
+(close-to-open consistency, nfs(5)), and drop what is out of date. Where that was not needed, it has
+cost three system calls, and only for what is not found.
 
-FUSE keeps for a while, as long as the file system says (a second with GlusterFS), which file has
-a name, and opens that one, be it replaced or not. A listing tells the kernel anew
-(FUSE_READDIRPLUS), unless the file system keeps listings itself, as sshfs does.
+FUSE remembers which file has a name, for as long as the file system says (a second with GlusterFS),
+and opens that file even if it has been replaced. Listing the directory tells the kernel anew
+(FUSE_READDIRPLUS), unless the file system caches listings itself, as sshfs does.
 
-SMB keeps both for a second (`actimeo`), and neither opening nor listing makes it ask the server:
-all that helps is to wait, where a checkpoint would be called damaged otherwise.
+SMB remembers both for a second (`actimeo`), and neither opening nor listing makes it ask the
+server. All that helps is to wait, where a checkpoint would be called damaged otherwise.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Seconds after which a client of SMB has asked again, at its default.
+#: Seconds after which an SMB client asks its server again, at its default setting.
 KEPT_S = 1.2
 
 
 def look_anew(path: str) -> None:
-    """Have the way to `path` looked up anew, from the first directory above it that is there."""
+    """Make the client look `path` up anew, from the nearest directory above it that exists."""
     parent = os.path.dirname(path)
     if parent == path:
         return
@@ -51,7 +51,7 @@ def look_anew(path: str) -> None:
 
 
 def found_anew(ask: Callable[[str], T], path: str) -> T:
-    """Give what `ask` says of a path; asked once more if that is not there at the first look.
+    """Give what `ask` says of a path; ask once more, behind `look_anew`, if it finds nothing there.
 
     Raises:
         OSError: As `ask` gives it.
@@ -66,7 +66,7 @@ def found_anew(ask: Callable[[str], T], path: str) -> T:
 
 
 def open_anew(files: PosixFiles, path: str) -> int:
-    """Open, as `files` does, the file that has a name now, and not what it has replaced.
+    """Open for reading the file that has a name now, not one that a mount remembers under it.
 
     Raises:
         OSError: It cannot be opened.
@@ -80,7 +80,7 @@ def open_anew(files: PosixFiles, path: str) -> int:
 
 
 def may_be_outdated(path: str) -> bool:
-    """Say whether what a directory has is answered from what was so up to `KEPT_S` ago."""
+    """Whether a directory is on SMB, so that what is said of it may be `KEPT_S` out of date."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # then nothing of it is there

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 class LocalAttempt:
     """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
 
-    is_alone = True  # an abort looks for itself
+    is_alone = True  # an abort sees itself what another copy has committed
     _has_left = False  # what it made is no longer its own to remove
 
     def __init__(

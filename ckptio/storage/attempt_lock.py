@@ -1,9 +1,9 @@
 """The lock of a save's attempt, held by whoever removes what the save has committed, or has left.
 
-A copy to another place has the id of what it copies, and its files. So whoever removes files holds
-the lock of the save that they are of: a removal, a save that has replaced a checkpoint, and who
-clears what killed saves left. Who removed them without it, after a look, took the files of a copy
-that was begun, and committed, just behind that look.
+A copy of a checkpoint has the save id of the original, and the same names of files. So whoever
+removes files of a save holds the lock of that save meanwhile: a removal, a save that has replaced a
+checkpoint, and whoever clears what killed saves left. Only to look whether somebody needs them is
+not enough: a copy may be begun, and committed, just behind that look.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NUM_WAITS, _WAIT_S = 5, 0.01
 #: How many locks are held at a time: each is an open file, and a program may have few.
 _MAX_HELD = 64
-#: What was there a moment ago, and is another by now: ESTALE on a server.
+#: The file was made, or replaced, between two calls; ESTALE is how a server says so.
 _CHANGING = (errno.EEXIST, errno.ESTALE)
 #: Why no file can be made, for longer than now.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -52,7 +52,8 @@ class Attempts:
         files: Operations to use.
         directory: A checkpoint's directory.
         mode: Permissions of an attempt's file.
-        stays: Told of one that cannot be removed, or of whose save files stay, and why.
+        stays: Called with a path and the reason if an attempt's file cannot be removed, or if files
+            of a save stay since its lock cannot be had.
         clock: Says what time it is where files are dated.
     """
 
@@ -74,16 +75,16 @@ class Attempts:
     ) -> bool:
         """Remove what dead attempts left, holding their locks.
 
-        A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
-        lock; and what has no attempt's file any more may be made again. So nobody does meanwhile,
-        and nothing goes that somebody took up since it was called dead.
+        A copy, or a conversion, that was cut off may be taken up under its old id by whoever gets
+        the lock; and one whose attempt's file is gone may be begun again. The locks keep everybody
+        from that meanwhile, and nothing goes that was taken up since it was found dead.
 
         Args:
-            find: Finds what is left over, with the saves whose locks are held; asked once before,
-                and again under the locks: it may have been committed, or taken by mistake.
-            remove: Removes files by name, in this order: an attempt's own comes last. Says whether
-                any went.
-            among: Nothing else is removed, if given.
+            find: Names what is left over, given the saves whose locks are held. Called once before
+                any lock is taken, and again under the locks: some of it may be needed by then.
+            remove: Removes files by name, in this order: attempts' own come last. Says whether any
+                went.
+            among: The only names that may be removed, instead of what `find` gives before.
 
         Returns:
             Whether any went.
@@ -108,15 +109,15 @@ class Attempts:
     ) -> None:
         """Remove the files of a checkpoint that was replaced.
 
-        They stay if a copy of it, which has its files, was committed just now. And, with an event
-        that says so, where somebody has the lock: a copy that is being made, whose they are, or the
-        save itself, which is not through yet. Where there are no locks, a copy that is committed
-        from here on sees the old manifest, or that files are gone (`storage.resumed`).
+        They stay if a copy of that checkpoint, which needs them, has just been committed. They also
+        stay, and `stays` is told, where somebody has the lock: whoever is making such a copy, or
+        the save itself, which has not ended yet. Where there are no locks, a copy that is committed
+        later sees the old manifest, or finds files missing (`storage.resumed`).
 
         Args:
             save_id: The save that committed it.
             names: Its files.
-            remove: Removes files by name, and those of them that are there.
+            remove: Removes files by name; ignores those that are not there.
         """
         try:
             with self.held(save_id):
@@ -129,12 +130,15 @@ class Attempts:
     def _held_of(
         self, owners: Collection[str], names: Collection[str], stack: contextlib.ExitStack
     ) -> tuple[set[str], set[str]]:
-        """Hold the locks of some saves: gives whose files may go, and whose locks are held."""
+        """Hold the locks of some saves; give whose files may go, and whose locks are held.
+
+        Where no lock can be had, files may go without one; see `held`.
+        """
         mine, held = set[str](), set[str]()
         for owner in owners:
             try:
                 is_held = stack.enter_context(self.held(owner, is_kept=True))
-            except OSError as error:  # somebody has it; or nobody can tell, and is told
+            except OSError as error:  # somebody has it; or it cannot be opened, which is told
                 if error.errno != errno.EBUSY:
                     first = min(name for name in names if owner_of(name) == owner)
                     self.stays(f"{self.directory}/{first}", error)
@@ -148,18 +152,19 @@ class Attempts:
     def held(self, save_id: str, *, is_kept: bool = False) -> Iterator[bool]:
         """Hold the lock of a save's attempt while files of it go.
 
-        Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and
-        what is there counts as living, so that nobody else removes some of it. The attempt's file
-        is made if it is not there, and goes at the end.
+        Meanwhile no copy of the same checkpoint is begun, and what is there counts as living, so
+        that nobody else removes some of it. The attempt's file is made if it is not there, and
+        removed at the end.
 
         Args:
             save_id: The save's id.
             is_kept: Whether a file that was there before stays, for the caller to remove.
 
         Yields:
-            Whether it is held: not where there are no locks, no file can be made, or what is there
-            is none, or another user's; nor if it is on another host, and was quiet for an hour: a
-            server may keep the lock of one that has died.
+            Whether the lock is held. It is not, and files may go all the same, where there are no
+            locks; where the attempt's file cannot be made, is another user's, or is no regular
+            file; and where another host has the lock of a save that has been quiet for an hour: a
+            server may keep the locks of a host that has died.
 
         Raises:
             OSError: `EBUSY`: somebody has it. Such a copy is being made, it is being removed
@@ -230,10 +235,13 @@ class Attempts:
         return is_held
 
     def _opened(self, path: str) -> tuple[int, bool]:
-        """Open an attempt's file, or make it; gives whether it is new. Less than 0 if none can be.
+        """Open an attempt's file, or make it; less than 0 if neither can be done.
+
+        Returns:
+            The open file, and whether it was made here.
 
         Raises:
-            OSError: It is there, and cannot be opened now; or it is another by now.
+            OSError: It is there and cannot be opened now, or somebody else made it just now.
         """
         try:
             return self.files.open(path, direct=False, writable=True), False
@@ -251,10 +259,14 @@ class Attempts:
             return -1, False  # the disk is full, say
 
     def _is_held(self, fd: int, path: str) -> bool | None:
-        """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
+        """Lock an attempt's file.
+
+        Returns:
+            Whether it is locked and still has its name: false if another file has that by now.
+            `None` where nobody can lock it, or a host has that is taken for dead; see `held`.
 
         Raises:
-            OSError: Somebody has the lock; or `ESTALE`: a server says that the file is gone.
+            OSError: `EBUSY`: somebody has the lock; or `ESTALE`: a server says the file is gone.
         """
         try:
             is_free = self.files.lock(fd)
@@ -291,20 +303,21 @@ class Attempts:
 
 
 def time_there(files: PosixFiles, directory: str, mode: int, *, may_guess: bool) -> float:
-    """Ask what time it is where files are dated, by one that is made and removed.
+    """Ask what time it is where files are dated, by a file that is made and removed again.
 
-    Where none can be made as the disk is full, this host's clock has to do; or nothing can be
-    removed either.
+    Where none can be made (the disk is full, say), this host's clock has to do: else nothing could
+    be removed there either.
 
     Args:
         files: Operations to use.
         directory: Where.
         mode: Permissions of the file.
-        may_guess: Whether that clock does, for what the server has called quiet for long;
-            else nothing counts as quiet, and what goes is dead by its lock.
+        may_guess: Whether this host's clock may stand in, as for what has been found quiet by
+            other means. Otherwise it is 0: nothing counts as quiet, and only what is dead by its
+            lock goes.
 
     Raises:
-        OSError: Nobody can tell.
+        OSError: The file cannot be made, for another reason, or cannot be removed.
     """
     path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
     try:

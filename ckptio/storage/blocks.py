@@ -54,10 +54,10 @@ def storage_error(error: OSError, path: str, doing: str, *, writes: bool = True)
 
 
 def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfig) -> None:
-    """Look whether a file that another process wrote has a size, and sync it. Blocks.
+    """Check the size of a file that another process wrote, and sync it as configured. Blocks.
 
     Raises:
-        StorageError: It has not, or cannot be synced.
+        StorageError: It has another size, is not there, or cannot be synced.
     """
     try:
         fd = files.open(path, direct=False)

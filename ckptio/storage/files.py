@@ -165,6 +165,7 @@ class PosixFiles:
 
         Raises:
             FileExistsError: The name is taken.
+            NoExclusiveNames: The file system cannot tell.
         """
         try:
             linux.link(source, target)
@@ -316,12 +317,10 @@ def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[by
 def young_parents(directory: str, written: str) -> list[str]:
     """Name the directories above one in which something changed within the hour, nearest first.
 
-    Those above the links in its path, which are names of it, and those above where they lead.
-
     Args:
-        directory: That one.
-        written: Where something was written just now: the hour ends then, where this host's clock
-            is ahead of the one that dates files.
+        directory: That one. Behind what is above it comes what is above where its links lead.
+        written: Where something was written just now: the hour ends at that time, if this host's
+            clock is ahead of the one that dates files.
     """
     found = []
     now_s = min(time.time(), os.stat(written).st_mtime)

@@ -204,7 +204,7 @@ class FsspecStore:
 
     @property
     def traits(self) -> StoreTraits:
-        """What every file system can do."""
+        """What this file system can do."""
         return self._traits
 
     async def call(self, key: str, function: Callable[[], T]) -> T:
@@ -298,7 +298,7 @@ class FsspecStore:
         return True
 
     def _require_absent(self, key: str) -> None:
-        """Look for an object before it is created; `exists` takes every failure for a no."""
+        """Check that there is no object yet: fsspec's `exists` takes every failure for a no."""
         try:
             self._reader.head(key)
         except FileNotFoundError as error:
@@ -382,5 +382,5 @@ class FsspecStore:
                 raise
 
     async def close(self) -> None:
-        """Let the threads end, when they do."""
+        """Tell the threads to end, and do not wait: one may hang."""
         self._threads.shutdown(wait=False)

@@ -48,7 +48,7 @@ class FsspecReader:
         """Look at an object.
 
         Raises:
-            FileNotFoundError: There is none, or whatever `reason_of` it says.
+            FileNotFoundError: There is none; or another failure, which `reason_of` tells.
             RefusedError: Nobody says how large it is.
         """
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past

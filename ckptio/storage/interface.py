@@ -20,8 +20,9 @@ class Attempt(Protocol):
     """One save on its way to a commit. Used by one task; ends in `commit`, `abort` or `leave`.
 
     Attributes:
-        is_alone: Whether nobody else can make the same save there meanwhile, a copy of it, say. If
-            not, an abort may take files that another one is about to commit.
+        is_alone: Whether nobody else can be making the same save there, another copy of it, say,
+            as far as locks can tell. If somebody can, an abort may take files that are about to be
+            committed: leave instead.
     """
 
     @property
@@ -33,7 +34,7 @@ class Attempt(Protocol):
         ...
 
     async def create(self, name: str, nbytes: int) -> Sink | AwaitedSink:
-        """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
+        """Begin a data file of `nbytes` bytes named `name`; it need not exist before a write."""
         ...
 
     async def stay(self) -> None:
@@ -57,10 +58,10 @@ class Attempt(Protocol):
         ...
 
     async def note(self, data: bytes) -> Note:
-        """Leave a note that is there, durable as configured, when the checkpoint is; and hold it.
+        """Write a note, durable as configured, before the checkpoint is committed; and hold it.
 
-        One at the most. It goes with the checkpoint, or before; see `Storage.take_note`. Whoever
-        asks drops or releases it, also where the save fails.
+        One note at most. It goes with the checkpoint, or before; see `Storage.take_note`. The
+        caller drops or releases it, also if the save fails.
 
         Raises:
             StorageError: It could not be written.
@@ -146,13 +147,13 @@ class Storage(Protocol):
         ...
 
     async def identify(self) -> str:
-        """Give `identity`, on no loop that others need, however long the place takes to answer."""
+        """Give `identity` without blocking the loop, however long the place takes to answer."""
         ...
 
     async def find(self) -> str | None:
-        """Give `identity` as it is now; `None` of a place that says nothing for some seconds.
+        """Give `identity` as it is now; `None` if the place says nothing for some seconds.
 
-        Whoever looks at such a place is given up, and holds nothing.
+        The thread that looks at it is given up then, and holds nothing.
         """
         ...
 
@@ -178,7 +179,7 @@ class Storage(Protocol):
 
     @property
     def gap_nbytes(self) -> int:
-        """Bytes nobody wants that are cheaper to read than to leave out."""
+        """How many bytes between two ranges are cheaper to read for nothing than to leave out."""
         ...
 
     async def version(self) -> Hashable:
@@ -186,6 +187,7 @@ class Storage(Protocol):
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
+            StorageError: It cannot be told.
         """
         ...
 
@@ -194,14 +196,16 @@ class Storage(Protocol):
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
-            FormatError: It is larger than any manifest.
+            FormatError: It is larger than any manifest, or points to what is not there.
+            StorageError: It cannot be read.
         """
         ...
 
     async def peek_manifest(self) -> bytes | Manifest:
-        """Read the manifest, for whoever can do without: one of ours is enough.
+        """Read a manifest of ckptio's, for whoever can do without one.
 
-        A place that says nothing for some seconds is given up, as in `locate`.
+        What other programs wrote is not looked for, and a place that says nothing for some seconds
+        is given up, as in `locate`.
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
@@ -219,17 +223,22 @@ class Storage(Protocol):
         ...
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told what is there, by whoever has its manifest already. Touches nothing."""
+        """Take note of a manifest that the caller has already read. Touches nothing."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Give the size of each data file in bytes, `None` for what is no regular file."""
+        """Give the size of each data file in bytes, `None` for what is no regular file.
+
+        Raises:
+            StorageError: One cannot be looked at.
+        """
         ...
 
     async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a data file of `nbytes` bytes for reading.
 
         Raises:
-            CheckpointChangedError: It is not there any more.
+            CheckpointChangedError: It is not there any more, where that is seen now.
+            StorageError: It cannot be opened.
         """
         ...
 

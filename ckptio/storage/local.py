@@ -217,10 +217,10 @@ class LocalStorage:
         return ""
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told what is there; it makes no difference to these."""
+        """Nothing: there is no need to know; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Stat data files; see `interface.Storage`.
+        """Open data files, and ask their sizes; see `interface.Storage`.
 
         What is not there may have gone with a checkpoint that another host has replaced. The client
         is given time to hear of that, before the caller looks at the manifest again.

@@ -1,23 +1,25 @@
 """The one step of a commit on a file system: a manifest gets its name.
 
-Exclusively, or by exchange with the manifest that it replaces, which is told exactly by that.
-Where a file system cannot exchange names, a copy of the old manifest is kept beside.
+It gets a name that is free, by link or rename, or is exchanged with the manifest that it replaces:
+what has been exchanged is exactly what was replaced. Where a file system cannot exchange names, a
+copy of the old manifest is kept beside.
 
     may_stand   is_committed
-    no          no             it has not got the name, or it was taken away again
-    yes         no             it may have it: nothing that it lists may go
-    yes         yes            it has it, and the directory is synced
+    no          no             it does not have the name: never got it, or it was taken back
+    yes         no             it may have the name: no file that it lists may be removed
+    yes         yes            it has the name, and the directory is synced
 
-An error does not say that it has not got the name. A client of NFS sends a request again if
-the answer is lost, and is told that the name is taken, by itself, or that what it renames is
-gone (open(2), of O_EXCL: do not use the result of link); other mounts say that they do not
-know. So after every error the manifest that is there is read, and says whose it is. Inode
-numbers were rejected: some mounts in user space give each name of a file its own. A request
-that was given up may be served later yet: the file that it would name goes as the commit fails,
-so that what is said of the failure stays true for whoever leaves all other files to be taken up.
-And an exchange that is carried out once more undoes the first, without any error (Linux repeats
-one that ends with ESTALE): so what has the name is read after that, too. SeaweedFS renames where it
-is to exchange, and says that it has: so what is to be replaced is read before.
+An error does not mean that the manifest did not get its name. An NFS client whose answer is lost
+sends the request again, and is told that the name is taken (by its own first request), or that what
+it renames is gone (open(2), of O_EXCL: do not use the result of link). Other mounts say that they
+do not know. So after every error whatever has the name is read, and compared. Comparing inode
+numbers was rejected: some mounts in user space give each name of a file a number of its own.
+
+A request that was given up may be served later. So when a commit fails, the file that the request
+would name is removed: else the manifest might appear after all, when its files are gone or taken up
+by another save. An exchange that is carried out twice undoes itself without any error (Linux
+repeats one that ends with ESTALE): what has the name is read after an exchange, too. SeaweedFS
+renames where it is asked to exchange, and reports success: what is to be replaced is read before.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ class ManifestName:
     Attributes:
         new: Where the manifest is before it gets its name.
         target: The name.
-        copy: Where a copy of the one that it replaces is; empty if none was made.
+        copy: Where a copy of the manifest that it replaces is; empty if none was made.
         replaced: Where the manifest that was replaced is now; empty if none was.
-        may_stand: Whether it has the name, or may have it.
-        is_committed: Whether it has it for good.
+        may_stand: Whether it has the name, or may have it; see above.
+        is_committed: Whether it has the name for good.
     """
 
     def __init__(
@@ -84,16 +86,16 @@ class ManifestName:
     def give(
         self, manifest: bytes, *, overwrite: bool, look: Callable[[], None] = lambda: None
     ) -> None:
-        """Make a manifest visible that is written, and its name durable; undo it if that fails.
+        """Give a manifest that is written its name, durable as configured; undo that on failure.
 
         Args:
             manifest: What is in the file at `new`.
             overwrite: Whether it may replace another one.
-            look: Raises `OSError` where it has its name, and may not keep it.
+            look: Called when it has the name; raises `OSError` if it may not keep that.
 
         Raises:
             CommitConflictError: The name is taken.
-            OSError: It failed; says so if it may stand.
+            OSError: It failed. If `may_stand` is set, it may have the name all the same.
         """
         self._manifest = manifest
         self.replaced = self._give(overwrite=overwrite)
@@ -111,10 +113,10 @@ class ManifestName:
         self.is_committed = True
 
     def withdraw(self) -> bool:
-        """Remove the manifest that has not got its name; false if it has it after all, or may.
+        """Remove the file at `new` after a failure; false if it has the name after all, or may.
 
-        A mount may serve a request late that it gave up. Without the file it cannot; where the
-        file cannot be removed, nor can anything else in the directory, and it may be served yet.
+        A mount may serve a request late that it gave up, but not without that file. Where the file
+        cannot be removed, the request may still be served.
         """
         if not self._is_sent:
             return True

@@ -7,9 +7,9 @@ when the copy is committed. Its name has the id of the save: a note of any other
 the one that is committed says nothing, and goes with the leftovers of that save. So a
 checkpoint has one note or none.
 
-Who copies, or will, holds the note: a lock on the file, which the kernel frees with the process
-(`storage.locks`: whatever that has forked). So
-what a killed process owed can be taken over at once, and what a living one copies cannot.
+Who copies, or will, holds the note: a lock on the file, which the kernel frees when the process
+ends, whatever children that has forked (`storage.locks`). So what a killed process owed can be
+taken over at once, and what a living one copies cannot.
 Where there are no locks (object stores, some mounts) two processes may copy one checkpoint
 at a time. They write the same bytes under the same names, and whoever gives up removes nothing of
 what the other has committed; an upload that the other drops makes a copy fail, and be owed still.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptio.storage.files import PosixFiles
 
-#: A larger note is not read: it holds one URL, and the ids of some saves.
+#: No more of a note is read: it holds one URL, and the ids of some saves.
 MAX_NOTE_NBYTES = 64 << 10
 
 
@@ -124,7 +124,7 @@ def read_note(files: PosixFiles, path: str) -> bytes | None:
     """Read a note without holding it; `None` if there is none. Blocks.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: It cannot be read, or is longer than `MAX_NOTE_NBYTES`.
     """
     try:
         return read_regular(files, path, MAX_NOTE_NBYTES)

@@ -8,14 +8,13 @@ still one object that names data of one save, so that bytes are never mixed.
 
 An answer that says no, or that never came, does not tell who won: the request may have
 been repeated by a proxy or a client, and the first one may have been carried out. So what
-is there is read back, and the save id in it decides. Only what is settled is acted on: as
-long as a request of ours may still make the manifest appear, nothing that it names is
-removed: not by this save, nor, by the mark that stays, by one that replaces it, or by who
-removes the checkpoint.
+is there is read back, and the save id in it decides. As long as a request of ours may still
+make the manifest appear, nothing that it names is removed: not by this save; nor by one that
+replaces it, or by a removal of the checkpoint, since both see the mark, which stays.
 
 There are no locks here. A save that was killed leaves data, uploads and a mark; the next
 save to the path removes them once all of it has been quiet for an hour. So a save that
-finds that it was silent for long gives up: others may have taken it for dead.
+has itself been silent for long gives up: others may have taken it for dead.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class ObjectAttempt:
         clock: Gives seconds since some moment.
     """
 
-    is_alone = False  # nobody can tell
+    is_alone = False  # there are no locks
 
     def __init__(
         self,

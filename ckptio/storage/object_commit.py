@@ -28,15 +28,15 @@ class Commit:
 
     Attributes:
         manifest: What is published.
-        replaced: What is there and should not be, afterwards.
+        replaced: The manifest that was there before, if any, and is to be replaced.
         problem: What went wrong with the last request.
-        is_sent: The store has said that it was written.
-        is_decided: The store has judged the condition in one step with the last write.
-        in_doubt: Nobody knows what became of a request.
-        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
-        num_late: So many of those may take effect late. Not those that a store has put off: it
-            asked for fewer of them, and throttles commits every day.
-        in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
+        is_sent: The store has acknowledged the last request.
+        is_decided: The store judges the condition of the last request in one step with the write.
+        in_doubt: Nobody knows what became of one of the requests.
+        in_doubt_if_absent: One of these takes effect only where no manifest is.
+        num_late: How many such requests may still take effect. Those that the store answered by
+            asking for fewer requests are not counted: stores throttle commits every day.
+        in_doubt_anyhow: One of these takes effect whatever is there by then.
     """
 
     manifest: bytes
@@ -53,12 +53,12 @@ class Commit:
     def may_come_back(self) -> bool:
         """Whether the manifest may appear once more after it was found to be there.
 
-        One of the requests brought it: if none was acknowledged, one of those in doubt.
+        If no request was acknowledged, one of those in doubt has brought it, and will not again.
         """
         return self.in_doubt_anyhow or self.num_late > (not self.is_sent)
 
     def note(self, problem: StoreError | None, conditional: str) -> None:
-        """Note how a request ended."""
+        """Note how a request ended, and which conditions the store decides (`StoreTraits`)."""
         self.problem = problem
         self.is_sent = problem is None
         absent = self.replaced is None

@@ -166,9 +166,9 @@ class ObjectSink(AwaitedSink):
             self._upload = None
 
     async def drop_lost(self) -> None:
-        """Drop uploads that were begun and whose names never came, if there may be any.
+        """Drop uploads of the object that were begun and whose names never came, if any may be.
 
-        And those of anybody else who writes the same object.
+        Uploads of the same object by anybody else go with them: they cannot be told apart.
         """
         if self._num_lost:
             await self._drop_lost(self.key)

@@ -150,7 +150,7 @@ class ObjectPlace:
         return join_key(self._prefix, name)
 
     def hurry(self) -> None:
-        """Do the rest within a few seconds: somebody waits who has given up. A sweep goes on."""
+        """Do the rest within ten seconds: the caller has given up, and a sweep finds what stays."""
         self.requests = self.requests.brief()
 
     async def present(self) -> Present | None:
@@ -286,10 +286,10 @@ class ObjectPlace:
         return await self.delete([info.key for info in found.objects])
 
     async def drop_lost(self, key: str) -> None:
-        """Drop all uploads of an object, within a few seconds: none of them is needed.
+        """Drop all uploads of an object, within ten seconds: none of them is needed.
 
-        Events, not errors, for what stays; one for all objects, where uploads may not be seen, and
-        nobody asks again.
+        Events, not errors, for what stays. Where uploads cannot be listed, it is one event for all
+        objects, and nobody asks again.
         """
         if self._has_told:
             return
@@ -330,7 +330,7 @@ class ObjectPlace:
         request: Callable[[], Awaitable[None]],
         requests: Requests | None = None,
     ) -> bool:
-        """Remove something; an event, not an error, if it stays."""
+        """Send what removes something; give whether it is gone. An event, not an error, if not."""
         try:
             await (requests or self.requests).run("remove", key, request)
         except ObjectMissingError:
@@ -341,7 +341,7 @@ class ObjectPlace:
         return True
 
     def cannot(self, key: str, error: StorageError | StoreError) -> None:
-        """Say that something stays that may not be needed any more."""
+        """Emit an event: something stays that may not be needed any more."""
         reason = error if isinstance(error, OSError) else OSError(errno.EIO, error.problem)
         self._emit(CleanupFailed(path=self.url, file=name_of(key), error=reason))
 

@@ -147,7 +147,7 @@ class ObjectStorage:
         return found[-1] if found else ""
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told what is there; it makes no difference to these."""
+        """Nothing: there is no need to know; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look at data files, at once; see `interface.Storage`."""

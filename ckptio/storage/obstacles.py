@@ -7,7 +7,7 @@ import os
 
 
 def obstacle_in(path: str, code: int, *, writes: bool = True) -> str:
-    """Name what a checkpoint's directory could not be made for, and the way out.
+    """Name what keeps a checkpoint's directory from being made or read, and the way out.
 
     Args:
         path: What was to be read or made.

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def require_save(path: str, summary: Summary, save_id: str | None) -> None:
-    """Check that a checkpoint is still that of the save of which it was decided that it goes.
+    """Check that the checkpoint which is found is still the one whose removal was decided.
 
     Args:
         path: What the user called it.
         summary: What is there.
-        save_id: The save; any if not given.
+        save_id: The save that was to be removed; any if not given.
 
     Raises:
         StorageError: Another one has taken its place.

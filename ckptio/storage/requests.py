@@ -205,13 +205,13 @@ class Requests:
             request: Sends it; called once for each try, and has to be right to repeat.
             outlive: See `once`.
             has_body: See `once`.
-            has_condition: It asks for something; of one that does not, an answer that says
-                that this does not hold is none that anybody waits for.
+            has_condition: The request has a condition. If it has none, an answer that says that a
+                condition does not hold makes no sense, and is a failure like others.
 
         Raises:
             StorageError: It failed for good; names the object and the cause.
             ObjectMissingError: There is no such object.
-            ConditionFailedError: The condition of the request does not hold.
+            ConditionFailedError: The condition of the request does not hold, if it has one.
         """
         tries, began_s = 0, asyncio.get_running_loop().time()
         send = request if has_body else functools.partial(self._ask, what, key, request)
@@ -294,7 +294,7 @@ class Requests:
         outlive: bool = False,
         has_body: bool = False,
     ) -> T:
-        """Carry a request out for which every failure is one; else as `run`.
+        """Carry a request out as `run`, and take every failure for a `StorageError`.
 
         Raises:
             StorageError: It failed; names the object and the cause.
@@ -356,7 +356,7 @@ class Requests:
         return now + wait_s > (ends_s if self._ends_s is None else min(ends_s, self._ends_s))
 
     def failed(self, what: str, key: str, error: StoreError, tries: int = 1) -> StorageError:
-        """Make the error that says so."""
+        """Make the error that says what could not be done, to which object, and why."""
         often = f" ({tries} tries)" if tries > 1 else ""
         code = errno.ETIMEDOUT if isinstance(error, TransientError) else errno.EIO
         return StorageError(

@@ -49,9 +49,9 @@ class Root(Protocol):
 
         Args:
             accepts: Says which names to look at; all if not given.
-            unseen: Takes the names that cannot be looked at, and why, on any thread; the first of
-                these is raised if not given, since what nobody has seen is not for not there.
-            aside: Leave room for the requests of others, who wait for them.
+            unseen: Called with each name that cannot be looked at, and why, on any thread. Without
+                it the first of these errors is raised: what cannot be seen may be there.
+            aside: Leave room for the requests of others, who are waited for.
 
         Raises:
             StorageError: It cannot be listed.
@@ -74,7 +74,7 @@ class Root(Protocol):
     async def look(
         self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
     ) -> list[Found]:
-        """Look at some, which need not be there; nothing is committed under those `find` omits.
+        """Look at some names, also where nothing is; what `find` leaves out is not committed.
 
         Args:
             names: What to look at.
@@ -114,7 +114,8 @@ class Root(Protocol):
     async def remove(self, name: str, save_id: str | None = None) -> int:
         """Remove a checkpoint: its manifest first, then what it is made of.
 
-        What is left behind a failure is no checkpoint, and goes with a later `sweep`.
+        Once the manifest has gone there is no checkpoint: what cannot be removed from then on is an
+        event, not an error, and goes with a later `sweep`.
 
         Args:
             name: Its name.
@@ -126,8 +127,9 @@ class Root(Protocol):
         Raises:
             CheckpointNotFoundError: There is none.
             FormatError: Its manifest cannot be read; nothing was removed.
-            StorageError: It could not be taken back, or another save was committed there
-                meanwhile, or since it was decided; nothing was removed.
+            StorageError: The manifest could not be removed, or another save was committed there
+                meanwhile, or since it was decided. Nothing was removed, unless a store that did
+                not answer has removed the manifest all the same.
         """
         ...
 

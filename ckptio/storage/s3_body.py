@@ -31,7 +31,7 @@ class Body:
         self._position = 0
 
     def __enter__(self) -> Self:
-        """Lend it."""
+        """Give the body itself."""
         return self
 
     def __exit__(self, *error: object) -> None:

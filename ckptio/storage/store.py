@@ -146,13 +146,13 @@ class Upload(Protocol):
     """An object being written in parts."""
 
     async def write(self, number: int, data: memoryview) -> None:
-        """Write part `number`, from 0. Parts may come at once and out of order.
+        """Write part `number`, from 0. Parts may come at once and out of order; see `StoreTraits`.
 
-        `data` is the caller's again when this returns or raises. Sending a part once more
-        replaces it.
+        `data` is the caller's again when this returns or raises.
 
         Raises:
-            StoreError: It was not written, or nobody knows.
+            TransientError: It was not written, or nobody knows: the same part may be sent again.
+            StoreError: It was not written.
         """
         ...
 
@@ -174,7 +174,7 @@ class Upload(Protocol):
 
 
 class ObjectStore(Protocol):
-    """A place for objects by key. Used from one loop."""
+    """A place for objects by key. Used from one loop. Every method may raise `StoreError`."""
 
     @property
     def traits(self) -> StoreTraits:
@@ -191,9 +191,13 @@ class ObjectStore(Protocol):
         ...
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
-        """Read an object of at most `limit` bytes, and what tells just these bytes apart.
+        """Read an object, or its first `limit` bytes; and give what tells just these bytes apart.
 
-        What is larger is cut behind `limit` bytes; the info says its size.
+        The info has the size of the whole object.
+
+        Raises:
+            ObjectMissingError: There is none.
+            StoreError: It cannot be read.
         """
         ...
 

@@ -22,7 +22,7 @@ class Memory(Protocol):
     """Memory that holds some bytes: a slab, or pages that are lent.
 
     Attributes:
-        view: They.
+        view: The bytes.
         address: Where they start; a multiple of 64.
         pinned: Whether a device can copy from and to them while the host goes on.
     """
@@ -37,7 +37,7 @@ class Lent(Memory, Protocol):
 
     @property
     def is_held(self) -> Callable[[], bool]:
-        """Whether it has not been taken back: then all that was read of it so far is right."""
+        """Says when called whether it is still lent: then what was read of it so far is right."""
         ...
 
 
@@ -90,8 +90,8 @@ class Source(Protocol):
     def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Lent | None]:
         """Lend a range where it lies, if nothing can change it meanwhile. Blocks; thread-safe.
 
-        For milliseconds: it may hold others up. It is not to be written to. What was read of
-        it counts if it is held afterwards.
+        For milliseconds: it may hold others up. It must not be written to. What was read of it
+        counts only if it `is_held` afterwards.
 
         Args:
             offset: First byte.
