@@ -74,7 +74,8 @@ class SourceState:
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
 
-        What was moved, or has another shape, is left out. `SourceWatch.changed` tells of it.
+        A tensor that was moved is left out, and so is one with another shape, unless it is copied
+        from its address: the bytes are the same then. `SourceWatch.changed` tells what is left out.
 
         Args:
             segment: What to copy.
@@ -333,15 +334,15 @@ class TargetState:
         return self._stops[index] <= storage.data_ptr() + storage.nbytes()
 
     def count_write(self) -> None:
-        """Tell autograd that the tensors change, before the first byte, and after the last.
+        """Count a write to each tensor, as autograd does; before the first byte and after the last.
 
-        What autograd has kept of them is refused then, and a save under way is, also where the
-        load that fills them fails. (An operation of torch is counted when it has ended.)
+        A backward pass that needs the old values is refused then, and a save under way fails, also
+        if the load itself fails. (Torch counts its own operations when they have ended.)
         """
         torch.autograd.graph.increment_version(self._tensors)
 
     def mark_written(self) -> None:
-        """Tell autograd that all is written, if the targets are where they were.
+        """Count the writes that are done, if all targets are where they were.
 
         Raises:
             TargetError: One was moved in memory meanwhile, and not filled.

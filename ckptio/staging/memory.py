@@ -66,7 +66,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def window(memory: Memory, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """View some memory as a flat tensor. Holds no lease: use it inside the memory's own."""
+    """View some memory as a flat tensor. Use it only while that memory is leased, or lent."""
     raw = torch.frombuffer(memory.view, dtype=torch.uint8, count=nbytes, offset=start)
     return raw.view(dtype)
 

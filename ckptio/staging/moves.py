@@ -72,7 +72,7 @@ def can_share() -> bool:
 
 
 def move(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` from address to address; long copies let the GIL and the cache go."""
+    """Copy `nbytes` from address to address; long copies release the GIL, and pass by the cache."""
     if nbytes < SHORT_NBYTES:
         _memmove_held(target, source, nbytes)
     elif _stream is None:

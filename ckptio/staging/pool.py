@@ -3,7 +3,7 @@
 A fresh page costs 3 to 5 times the copy that touches it, and a pinned page far more, so
 slabs are taken once, touched once and used again for the life of the pool. The budget is
 hard: whoever finds no free slab waits, first come first served, and a state larger than the
-pool flows through in waves.
+pool flows through in waves. Only `spare` lends beside it: a slab that is new, and gone afterwards.
 
 Slabs are anonymous private maps: page-aligned, as direct I/O wants them, and of exactly
 the size asked for (torch's pinned allocator rounds up to powers of two). They are kept
@@ -112,9 +112,9 @@ class PoolStatistics:
 
     Attributes:
         budget_nbytes: What it may take.
-        taken_nbytes: What it has taken from the system.
-        leased_nbytes: What is in use now.
-        peak_leased_nbytes: The most that was in use at a time.
+        taken_nbytes: What it has taken from the system, but for `spare` slabs and lost ones.
+        leased_nbytes: What is in use now, by leases and by `prewarm`.
+        peak_leased_nbytes: The most that was in use by leases at a time.
         num_allocations: Slabs taken from the system, ever.
         num_leases: Leases, ever.
         num_waiting: Who waits for a slab now.
@@ -177,6 +177,9 @@ class SlabPool:
                 are. Others get it as it is: pinning asks the driver, which who copies between
                 files and the host's memory has no need of, and must not while somebody
                 captures a CUDA graph.
+
+        Raises:
+            StagingError: The system gives no memory, and there is no slab to wait for.
         """
         slab = await self._acquire()
         try:

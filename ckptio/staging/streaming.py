@@ -57,8 +57,8 @@ _CODES = {"x86_64": _X86_64}
 def make_streaming_copy() -> Copy | None:
     """Make a function that copies past the cache, or `None` where there can be none.
 
-    It takes whole lines (`LINE_NBYTES`), at least one, to an aligned target from any source,
-    and lets the GIL go. What it takes and gives up belongs to the caller, as with memmove.
+    It copies whole lines (`LINE_NBYTES`), at least one, to an aligned target from any source, and
+    releases the GIL. As with memmove, the caller answers for both addresses.
     """
     copy = make_function(_CODES, None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     return copy if copy is not None and _copies(copy) else None

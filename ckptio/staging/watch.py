@@ -178,11 +178,11 @@ class SourceWatch:
         return not is_there or ctypes.string_at(address, len(copied)) != copied
 
     def settled(self) -> int | None:
-        """Say which tensor was written to before anybody could know that it may be.
+        """Say which tensor was written to before the caller was told that it may be.
 
-        Whoever learns first that all is submitted, or copied, asks this: it looks a last time,
-        and so finds operations that were under way when the copies ended. From then on the
-        tensors may change. Thread-safe; looks once.
+        Called by whoever learns first that all is submitted, or copied: this looks a last time, and
+        so finds operations that were under way when the copies ended. From then on the tensors may
+        change. Thread-safe; later calls give the same answer without looking.
         """
         if not self._verdict:
             self._verdict.setdefault("", self._written())
@@ -207,7 +207,7 @@ class SourceWatch:
         return None
 
     def drop(self) -> None:
-        """Refer to the tensors no more: all of them are copied, or nothing more will be."""
+        """Let go of the tensors: all of them are copied, or nothing more will be."""
         self.tensors = ()
         for held in (self._storages, self.addresses, self.pointers, self.devices, self._samples):
             held.clear()
