@@ -133,13 +133,13 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         return tensor if self.block is None else self.block.view(tensor)
 
     def checked(self, entry: TensorEntry) -> Fill:
-        """Look again at one that was matched before a program's `state_dict()` ran.
+        """Look again at memory that was matched before a program's `state_dict()` ran.
 
         Args:
             entry: What it takes.
 
         Raises:
-            TargetError: It is not what takes that any more.
+            TargetError: It has another shape or element type by now.
         """
         tensor = self.tensor
         if self.view is not None or self.block is not None or not isinstance(tensor, torch.Tensor):

@@ -38,7 +38,7 @@ _VALUES = (
     *(enum.Enum, pathlib.PurePath, dt.date, dt.time, dt.timedelta),
     *(np.generic, torch.dtype, torch.device),
 )
-#: The same, exactly: of what somebody puts where nothing is yet.
+#: Exact types of placeholders: what somebody puts where nothing is yet.
 _MARKS = (type(None), type(...), object)
 
 
@@ -166,9 +166,9 @@ def is_filled(target: Any, *, by_place: bool) -> bool:
 
     Args:
         target: The item.
-        by_place: Whether dicts, lists, dataclasses and named tuples are so, whatever they hold:
-            somebody may have them. Where others are stored than there are, nobody knows which
-            is which.
+        by_place: Whether dicts, lists, dataclasses and named tuples count, whatever they hold:
+            others may refer to them. Not where the stored list has another length: nobody knows
+            then which item is which.
     """
     if type(target) in SCALAR_TYPES:
         return False

@@ -74,7 +74,7 @@ class FlatState:
             them. Specs are in the same order: without sharded tensors, one for each.
         tree: Everything else, JSON-ready, with tensors by index into `names`.
         untied: Names of tensors that may share memory but are saved apart.
-        looks: What is known already of each of `sources`; empty for nothing of any.
+        looks: What is known already of each of `sources`, `None` for nothing; as many as these.
     """
 
     specs: tuple[LeafSpec, ...]

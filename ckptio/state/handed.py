@@ -76,8 +76,9 @@ class Handed:
         is_new: Whether a name of its state gets a new tensor.
         kept: Storages that are filled where they are.
         is_resized: Whether what is new under a name may have another shape than it has.
-        fixed: Storages of what has no other shape all the same.
-        is_any: Whether what may have another shape may be of another kind, and of other floats.
+        fixed: Storages whose tensors keep their shape, whatever `is_resized` says.
+        is_any: Whether what may have another shape may also be of another kind, and have another
+            floating-point type.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Handed:
     def blank(
         self, fqn: str, target: torch.Tensor, like: torch.Tensor, stored: int, view: Json
     ) -> Blank:
-        """Give the new tensor for one of the object: one for what is one here and there.
+        """Give the new tensor for one of the object; names that are tied here and there share it.
 
         Args:
             fqn: Its whole name.
@@ -145,7 +146,7 @@ class Handed:
         return blank
 
     def without_own(self, values: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
-        """Copy what was not loaded, and is the object's own still.
+        """Give a state with copies of what was not loaded, and so is still the object's own memory.
 
         Args:
             values: A state.

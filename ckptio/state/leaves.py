@@ -121,7 +121,7 @@ def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def require_extents(fqn: str, shape: Sequence[int], strides: Sequence[int] = ()) -> None:
-    """Refuse shapes and strides that a manifest cannot have; little memory may have such.
+    """Refuse shapes and strides beyond what a manifest can say, as views of little memory may have.
 
     Raises:
         UnsupportedLeafError: It has.

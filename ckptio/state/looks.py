@@ -49,7 +49,7 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
     Attributes:
         name: Its name; distinct among occurrences.
         tensor: The tensor.
-        dtype: Its element type as the manifest names it, if not torch's own.
+        dtype: The element type that it is stored in, as manifests name it.
         node: Its node in the tree; the index is filled in once ties are known.
         look: What was seen of it, if it is plain.
     """
@@ -61,10 +61,10 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
     look: Look | None = None
 
     def look_again(self) -> None:
-        """Forget what was seen before, if anything was.
+        """Look at it again, if it was plain: a `state_dict()` that ran since may have changed it.
 
         Raises:
-            StateError: It has another type than it had.
+            StateError: It has another element type than it had.
         """
         if DTYPE_NAMES.get(self.tensor.dtype) != self.dtype:
             raise StateError(
@@ -78,12 +78,11 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
 def plain_memory(
     tensor: torch.Tensor, *, far: bool = False
 ) -> tuple[torch.Size, int, tuple[int, int], torch.UntypedStorage] | None:
-    """Ask all of a tensor that one memmove copies: shape, version, span and storage.
+    """Give shape, version, span and storage of a tensor that one memmove copies; see `Look`.
 
-    `None` for others, which are looked at more closely: on a device (unless `far`: then a copy of
-    the device's does it), with gaps or in another order, of a class of their own, made in
-    inference mode, or whose memory does not hold the values themselves. See `Look` for what is
-    given.
+    `None` for others, which are looked at more closely: on a device, with gaps or in another order,
+    of a class of their own, made in inference mode, or whose memory does not hold the values
+    themselves. With `far`, tensors on CUDA devices count, too: one copy by the device moves them.
     """
     if type(tensor) not in PLAIN_TENSORS or not (tensor.is_cpu or (far and tensor.is_cuda)):
         return None

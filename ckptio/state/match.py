@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class NotingMatcher:
-    """What every kind of value has in common that is matched with what is stored.
+    """What all matching has in common: what is noted, and how values are taken as they are.
+
+    The lowest of four floors. Above it, `TensorMatcher` matches tensors and arrays, `ObjectMatcher`
+    objects with a `state_dict()`, and `Matcher` all the rest.
 
     Args:
         keep: Accepts the names to load; everything if not given.
@@ -52,7 +55,7 @@ class NotingMatcher:
         self._num_objects = 0
         self._types = frozenset(map(class_name, types))
         self.match = Match()
-        #: What was matched, its name and its node, by its id, which nobody else has meanwhile.
+        #: Objects of the target that were matched, by id: each, its first name, and its node there.
         self._firsts: dict[int, tuple[Any, str, Json]] = {}
 
     def _take(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Assemble:
@@ -83,9 +86,10 @@ class NotingMatcher:
 
     @contextmanager
     def _within_object(self) -> Iterator[None]:
-        """Match what an object is given. It puts that where it needs it, as an optimizer does.
+        """Match what a stateful object is given: values that are made for it are made on the host.
 
-        Its step count stays in the host's memory, where the device would wait for it.
+        The object moves them to where it needs them. An optimizer leaves its step counts in the
+        host's memory: on a device, each step would wait for them.
         """
         self._num_objects += 1
         try:
@@ -105,9 +109,9 @@ class NotingMatcher:
         return taken.value
 
     def _place_before(self, fqn: str, target: Any, node: Json) -> str | None:
-        """Name the place at which the same object takes something else; `None` if there is none.
+        """Name an earlier place of the same object, if it takes something else there; else `None`.
 
-        Where both take the same, it may stay one: whoever comes first is noted.
+        Notes the object, if this is its first place.
         """
         _, name, before = self._firsts.setdefault(id(target), (target, fqn, node))
         if before is node:
@@ -118,7 +122,7 @@ class NotingMatcher:
         return node if self._keep is None else prune_at(fqn, node, self._keep)
 
     def _is_taken(self, fqn: str, target: Any, node: Json) -> bool:
-        """Whether an object that can hold one state alone takes another; then that is noted."""
+        """Whether an object takes another state already, at another place; then that is noted."""
         name = self._place_before(fqn, target, node)
         if name is not None:
             self.match.doubles.append(

@@ -78,7 +78,7 @@ def take_member(
 
 
 def _as_text(key: Hashable) -> Hashable:
-    """Give the digits of a number; what they are too many for, and what is none, as it is."""
+    """Give the digits of a number; one of too many digits, or what is no number, as it is."""
     return str(key) if type(key) is int and key.bit_length() <= _MAX_BITS else key
 
 
@@ -92,7 +92,7 @@ def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
 def arranged(
     fqn: str, target: dict[Any, Any], members: dict[Hashable, tuple[Json, str, Json]]
 ) -> dict[Any, Any]:
-    """Give a dict of the target, an OrderedDict in the order that is stored: it is part of it."""
+    """Give a dict of the target; bring an OrderedDict into the stored order, part of its value."""
     if isinstance(target, OrderedDict):
         had = dict(target)
         order = in_order(fqn, had, members)

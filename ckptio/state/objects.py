@@ -1,6 +1,6 @@
 """Match objects that give their state as a template and take what is stored, as a whole.
 
-Whoever extends this matches what such a template holds.
+The class that extends this one (`target.Matcher`) matches what such a template holds.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ LOST = object()
 
 
 class Place(NamedTuple):
-    """A place where a part was, or where a state is too many.
+    """A place where a part was, or where there is a state for which there was no part.
 
     Attributes:
         fqn: Its name.
-        part: What was there; `None` for a state too many.
-        found: What is there now: `LOST` where its list or dict has none such, `None` where that
-            is something else altogether.
+        part: What was there; `None` for a state without a part.
+        found: What is there now: `LOST` if its list or dict has no such place any more, `None` if
+            that is no such list or dict any more.
         path: What leads to it, from the attribute on.
     """
 
@@ -45,16 +45,16 @@ class Place(NamedTuple):
 
 
 class HeldParts(NamedTuple):
-    """An attribute that is a part or has parts.
+    """An attribute whose value is a part, or holds some.
 
     Attributes:
         fqn: Its name.
-        attribute: It.
-        value: What it was, containers copied.
-        depth: How many parts it is in.
-        is_given: Whether the object gives parts in it as they are.
-        original: The very value.
-        contents: Each list and dict in that, and a copy of it.
+        attribute: The attribute.
+        value: What it had before; its lists, tuples and dicts are copies.
+        depth: 0 for an attribute of the object, 1 for one of its parts, and so on.
+        is_given: Whether the `state_dict()` of the object gives the parts themselves, or copies.
+        original: The very value that it had.
+        contents: Each list and dict in that, with a copy of it.
     """
 
     fqn: str
@@ -73,7 +73,7 @@ class HeldParts(NamedTuple):
         self.attribute.write(self.original)
 
     def places(self) -> list[Place]:
-        """Give the places of parts, and states too many, in what it is now."""
+        """Give the places of its parts, and of states without a part, as they are now."""
         return list(places_in(self.fqn, self.value, self.attribute.read()))
 
 
@@ -84,7 +84,7 @@ class Before(NamedTuple):
         target: The object.
         values: What it is given, containers copied.
         states: The dicts in that.
-        unnamed: Those that are under no name of an attribute.
+        unnamed: Those of them that are not under the name of an attribute.
         held: The attributes with parts, those of its parts after its own.
         is_asked: Whether it was asked what it gives.
         in_records: The parts in records, which do not come back.

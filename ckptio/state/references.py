@@ -30,7 +30,10 @@ _SIGNED = frozenset(
 
 
 def is_reference(tag: str, node: dict[str, Json], num_tensors: int, owned: set[int]) -> bool:
-    """Whether a node with a tensor has the members of its tag, and no others."""
+    """Whether a node with a tensor has the members of its tag, and no others.
+
+    Notes in `owned` which tensor a `bytearray` is made of: no two may be made of one.
+    """
     index, members = node["t"], _REFERENCE_MEMBERS.get(tag)
     if type(index) is not int or not 0 <= index < num_tensors:
         return False
@@ -65,7 +68,11 @@ def is_naturals(value: Json) -> bool:
 
 
 def check_view(node: Json, base_nbytes: int) -> int:
-    """Check that a view stays inside its base, and give the end of it in bytes."""
+    """Check that a view stays inside its base, and give the end of it in bytes.
+
+    Raises:
+        FormatError: It does not, or is no view at all.
+    """
     itemsize = DTYPES[node["d"]].itemsize
     shape, strides, start = node["s"], node["r"], node["o"]
     numbers = [start, *shape, *strides]

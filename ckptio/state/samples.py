@@ -1,4 +1,4 @@
-"""Some bytes of a tensor, from all over it: they change with nearly all that is done to it."""
+"""Some bytes of a tensor, from all over it: what rewrites the tensor changes them, as a rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-#: Of a longer tensor, as many words of eight bytes are taken, and the last one.
+#: Of a longer tensor, at least as many words of eight bytes are taken, less than twice as many, and
+#: the last one.
 _NUM_WORDS, _WORD_NBYTES = 64, 8
 #: Of one with gaps about as many elements.
 _NUM_ELEMENTS = 512

@@ -105,7 +105,10 @@ class Patterns:
         return bool(matching)
 
     def reaches(self, fqn: str) -> bool:
-        """Whether a name could be accepted, or one that begins with it and a dot; any with ""."""
+        """Whether a name, or one below it, may be accepted; false only if that is ruled out.
+
+        All names are below "".
+        """
         if not fqn or self._globs or fqn in self._above:
             return True
         return any(up in self._names for up in _outwards(fqn))

@@ -24,7 +24,7 @@ class Taken:
         node: What is stored; later with all that needs no tensor made.
         own: Classes of the target that may be made.
         holds_tensors: Whether it holds any.
-        beside: Keys that it has none of: those of a mapping that it is put into.
+        beside: Keys that it must not have: those of a mapping that it is put into.
     """
 
     fqn: str

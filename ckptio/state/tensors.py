@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TensorMatcher(NotingMatcher):
-    """Matches what has elements; what it is in, whoever extends it.
+    """Matches tensors and arrays. Classes that extend it match the containers these are in.
 
     Args:
         tensors: The manifest's tensors.
@@ -48,8 +48,8 @@ class TensorMatcher(NotingMatcher):
         keep: Accepts the names to load; everything if not given.
         device: Where tensors are made for those on the meta device; the CPU if not given.
             DTensors are made where their mesh is.
-        resizes: Whether objects that may resize what they have are given what is stored. Whoever
-            takes what fits has it said what does not; an object that refuses is an error.
+        resizes: Whether objects that may resize what they have are given what is stored, in any
+            shape; what they refuse is an error then. Otherwise another shape is a mismatch.
         types: Classes that may be made beside those of the target.
         is_exact: Whether what is stored has all keys that there were, of the types that they had.
         is_alone: Whether no other rank has a target of its own.
@@ -118,7 +118,7 @@ class TensorMatcher(NotingMatcher):
         return self._resizes and self._handed is not None and self._handed.is_resized(fqn, target)
 
     def _other(self, fqn: str, target: Any, node: Json, found: str) -> Assemble:
-        """Take what is of another kind for an object that has what it likes; note it of others.
+        """Take a value of another kind, if the object that it is for takes any; else a mismatch.
 
         Args:
             fqn: Its name.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Sample(NamedTuple):
-    """What was filled, and some bytes of it; none of what is not looked at."""
+    """A tensor that was filled, and some of its bytes; `None` if it is not to be compared."""
 
     name: str
     tensor: torch.Tensor
@@ -69,11 +69,13 @@ class Untouched:
             self._samples.append(sample)
 
     def check_before(self, start: int, stop: int) -> None:
-        """Look at what is no object's and comes before one, which is about to take what it has.
+        """Check tensors that belong to no object, up to an object that is about to take its state.
+
+        The object's own tensors are left out here, and of later calls: see `check_state`.
 
         Args:
-            start: How many tensors are filled before those that the object has.
-            stop: And with them.
+            start: How many tensors of the target are filled before those of the object.
+            stop: The same, with those of the object.
 
         Raises:
             TargetError: One is not as it was filled.
@@ -84,7 +86,7 @@ class Untouched:
         self._num_taken = max(self._num_taken, stop)
 
     def check_state(self, state: Any) -> None:
-        """Look at a state that is about to be taken.
+        """Check the tensors of a state that an object is about to take.
 
         Args:
             state: Tensors, in dicts, lists and tuples of any nesting; others are left alone.

@@ -98,7 +98,7 @@ class Versions:
         return _version_of(self._own[found[0]]) >= _COUNT_SINCE > _version_of(found[1])
 
     def note(self, key: object, *, is_stored: bool = True) -> None:
-        """Note that a key was matched: whether anything was taken since the one before."""
+        """Note that a key was matched, and whether anything was taken for it."""
         if self._others:
             before, self._num_taken = self._num_taken, self._match.num_taken
             for bare in above(self._names.bare(join_fqn("", key))):
