@@ -46,7 +46,7 @@ def made_ahead(decoder: ObjectDecoder, fqn: str, node: Json) -> Json:
 
 
 def _made(decoder: ObjectDecoder, fqn: str, node: Json, found: Json | None) -> Json:
-    """Make a node in which no tensor was found."""
+    """Give what was found to stand for a node; the value of one in which no tensor was found."""
     if found is not None or type(node) not in (dict, list):
         return node if found is None else found
     return Made(decoder.decode(fqn, node))
@@ -77,7 +77,7 @@ def _with_tensors(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> J
 
 
 def _own(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | None:
-    """Do so with the one value that a rank's tree has of each rank's; its name is the node's."""
+    """Do as `_with_tensors` with a value that was kept for each rank; its name is the node's."""
     within = [_with_tensors(decoder, fqn, item, depth + 1) for item in node["v"]]
     if all(found is None for found in within):
         return None
@@ -88,7 +88,7 @@ def _own(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | Non
 def _items(
     decoder: ObjectDecoder, fqn: str, pairs: Iterable[tuple[Any, Json]], depth: int
 ) -> list[Json] | None:
-    """Do so with the items of a container, under their keys; give these alone."""
+    """Do as `_with_tensors` with the items of a container; give these as a list, without keys."""
     found: list[tuple[str, Json, Json | None]] = []
     holds = False
     for key, item in pairs:

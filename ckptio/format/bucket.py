@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
         dtype: torch's name of its element type.
         shape: Its shape, in elements of `dtype`.
         start: Where it starts, in bytes from the start of the data.
-        unknown: Its element type, of one that is not known: it is bytes then.
+        unknown: The code of its element type, if that is not known; it is read as bytes then.
     """
 
     name: str
@@ -172,8 +172,8 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
 def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """Read a header that anybody may have written: every byte of the data belongs to one tensor.
 
-    It may have what safetensors itself reads over: `null` for its metadata, more about a tensor
-    than is known; and a note of an element type that contradicts its tensor is none of ours.
+    It may have what safetensors itself ignores: `null` for its metadata, and further members of a
+    tensor. A note of an element type that contradicts its tensor is ignored, too.
 
     Args:
         header: The header, length included.

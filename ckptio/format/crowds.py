@@ -31,7 +31,7 @@ class Crowd:
     """Counts keys of one container by their hashes.
 
     Args:
-        number: Keys there are; nothing is counted where they are few.
+        number: How many keys there are; nothing is counted where they are few.
     """
 
     def __init__(self, number: int) -> None:
@@ -50,7 +50,7 @@ class Crowd:
 
 
 def is_crowded(keys: Sequence[Json]) -> bool:
-    """Whether too many encoded keys, as plain values, have one hash."""
+    """Whether more encoded keys than a save writes have one hash, decoded without classes."""
     if len(keys) <= MAX_EQUAL_HASHES:
         return False
     crowd = Crowd(len(keys))
@@ -72,8 +72,8 @@ def require_spread(fqn: str, keys: Iterable[Hashable], encoded: Sequence[Json]) 
 
     Args:
         fqn: Its name.
-        keys: Its keys, which a load makes again if it is given their classes.
-        encoded: The same as they are stored, which it makes plain values of otherwise.
+        keys: Its keys, as a load makes them if it is given their classes.
+        encoded: The same keys as they are stored; without classes, a load makes plain values.
 
     Raises:
         UnsupportedLeafError: Too many of them have one hash.

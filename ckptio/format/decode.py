@@ -40,7 +40,7 @@ _AS_IS = frozenset((int, float, str, bool, type(None)))
 
 
 class Made(NamedTuple):
-    """A value in the place of its node; see `ahead`."""
+    """A value that was made ahead of its tensors, in the place of its node; see `ahead`."""
 
     value: Any
 
@@ -156,7 +156,7 @@ class ObjectDecoder:
     def _members(
         self, fqn: str, pairs: Iterable[tuple[Any, Json]], depth: int
     ) -> Iterator[tuple[Any, Any]]:
-        """Decode what a container has under its keys; gives it with these."""
+        """Give the keys of a container, each with what is under it, decoded."""
         for key, item in pairs:
             if type(item) in _AS_IS and depth <= MAX_LEVELS:
                 yield key, item
@@ -173,7 +173,7 @@ class ObjectDecoder:
             yield key
 
     def _key(self, fqn: str, node: Json, depth: int) -> Any:
-        """Decode what has to be hashable."""
+        """Decode a key, which holds no tensor. Whoever puts it into a container hashes it."""
         if type(node) in _AS_IS and depth <= MAX_LEVELS:
             return node
         self._num_open_keys += 1
@@ -211,7 +211,12 @@ class ObjectDecoder:
         return self._whole(fqn, node, value)  # type: ignore[no-any-return]
 
     def _whole(self, fqn: str, node: Json, value: Any) -> Any:
-        """Refuse to lose what has equal keys now, which it had not when it was saved."""
+        """Give a container, unless keys that differed when it was saved are equal as decoded.
+
+        Raises:
+            FormatError: They are equal whatever their classes: no save writes that.
+            TargetError: They are equal only without their classes.
+        """
         if len(value) == len(node["v"]):
             return value
         is_set = node[TAG] in ("set", "frozenset")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def require_distinct(document: msgspec.Raw, value: Json) -> None:
-    """Refuse a document in which a member stands twice, and one of the two was lost.
+    """Refuse a document with a member that stands twice in one object, so that one was lost.
 
     What a save writes is the same, byte for byte, once it is read and written again; nothing can
     have been lost then. What is not, as another program wrote it, is parsed once more.

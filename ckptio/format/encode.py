@@ -40,10 +40,11 @@ Json: TypeAlias = Any
 TAG = "~"
 #: Tag of a `PerRank` value: `"v"` has an entry for each rank, or that of one alone.
 RANKS_TAG = "ranks"
-#: Containers inside containers. Deeper states are refused; so are documents that are twice as
-#: deep: there may be an enum in each container, which is none (one that holds another one is).
+#: How many containers may be inside each other; deeper states are refused. An enum counts as one
+#: only if its value is another enum.
 MAX_DEPTH = 100
-#: Values inside values, as they are read: containers, an enum in each, and one value within.
+#: How many values may be inside each other as they are read: containers, an enum in each of them,
+#: and one value within.
 MAX_LEVELS = 2 * MAX_DEPTH + 1
 _MAX_PLAIN_INT = 1 << 53
 _MAX_KEY_TEXT_DEPTH = 8
@@ -107,8 +108,9 @@ class ObjectEncoder:
         encode_leaf: Called with name and value for what is not handled here (tensors,
             arrays, stateful objects). It returns JSON-ready values, or raises
             `UnsupportedLeafError`.
-        by_type: The same for exact types, which saves looking at the others first.
-        encode_key_leaf: The same for what is a key, or in one.
+        by_type: Such functions by exact type. They are looked up first, which is faster.
+        encode_key_leaf: Such a function for what is a key, or in one; `encode_plain_key` if not
+            given.
     """
 
     def __init__(

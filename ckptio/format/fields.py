@@ -37,7 +37,7 @@ _END = object()
 
 
 def is_named_tuple(cls: type) -> bool:
-    """Whether a class is one of named tuples: others may have something else as `_fields`."""
+    """Whether a class is one of named tuples: its `_fields` are strings, in a tuple."""
     if not issubclass(cls, tuple):
         return False
     names = getattr(cls, "_fields", None)
@@ -157,7 +157,7 @@ def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
 
 
 def require_fields(cls: Any, names: Collection[str]) -> None:
-    """Say whether a record takes fields of these names, as far as that shows before it is made.
+    """Check that a record takes fields of these names, as far as that shows before it is made.
 
     Args:
         cls: A dataclass, or a class of named tuples.

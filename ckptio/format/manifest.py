@@ -57,7 +57,7 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     Attributes:
         name: Its name inside the checkpoint's directory.
         nbytes: Its size.
-        packed_checksums: crc32c of each block, as little-endian 32-bit words.
+        packed_checksums: crc32c of each block, as little-endian 32-bit words; none if foreign.
         rank: The rank that wrote it.
     """
 
@@ -142,7 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         ckptio: Version of the format.
         writer: Version of the package that wrote it.
-        save_id: Id of the save, 32 hexadecimal digits; in the name of each data file.
+        save_id: Id of the save, 32 hexadecimal digits; in the name of each data file of ours.
         created: When it was made, just before the commit; ISO 8601, UTC.
         block_nbytes: Bytes under one checksum.
         files: Data files.

@@ -1,4 +1,4 @@
-"""Scalars that JSON has no form for, out of the nodes that `format.encode` makes of them."""
+"""Decode scalars that JSON has no form for, from the nodes that `format.encode` makes of them."""
 
 from __future__ import annotations
 

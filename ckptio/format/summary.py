@@ -65,7 +65,7 @@ def decode_summary(data: bytes) -> Summary:
 
 
 def is_newer(created: str, other: str) -> bool:
-    """Whether a checkpoint was committed after another; no if nobody can tell."""
+    """Whether a checkpoint was created after another, by what both say; no if nobody can tell."""
     try:
         one, two = (dt.datetime.fromisoformat(text) for text in (created, other))
     except ValueError:  # it is no time
