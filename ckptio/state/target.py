@@ -19,8 +19,9 @@ lacks none that is tied to one it is given); then it takes the whole, unless not
 selected. One with nothing to fill is not asked for a template, and takes what is stored. Any
 other value of the target is a placeholder; an enum comes back as its class.
 
-Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
-when the checkpoint was saved), the name is missing and the target's value stays.
+Of what was kept for each rank, a rank takes its own. Where it has none (it was not there when the
+checkpoint was saved), the target's value stays: that is noted if the target has it for each rank,
+in a `PerRank`, too; else the name is missing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Memory is compared, not objects: two views of one weight are two objects, and tw
 of one storage may have nothing in common. Only clusters of overlapping memory are looked
 at closely; in a state without any, this is one sort.
 
-    the same elements in the same order     one tensor, two places in the tree, always
+    the same elements in the same order     one tensor, two places in the tree, always; but a
+                                            tensor and an array, or arrays of two shapes, are two
     inside a contiguous tensor              a view of that one
     a dense heap of views, or an expansion  their common memory is stored, all are views
     sparse views of a large storage         stored apart: 64 bytes of a 64 MiB storage

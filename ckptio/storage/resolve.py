@@ -42,7 +42,9 @@ def resolve_storage(
     emit: Callable[[Event], None],
     stores: Stores,
 ) -> Storage:
-    """Find the storage for a path or URL. Touches nothing.
+    """Find the storage for a path or URL. Changes nothing, and looks at no checkpoint.
+
+    A path with `..` in it is followed through its links, which may block on a mount that hangs.
 
     Args:
         path: A path, an `os.PathLike`, a `file://` URL, or one that fsspec knows.

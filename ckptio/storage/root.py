@@ -82,7 +82,7 @@ def resolve_root(
     emit: Callable[[Event], None],
     stores: Stores,
 ) -> Root:
-    """Find the root for a path or URL. Touches nothing.
+    """Find the root for a path or URL. Looks at nothing but links, as `resolve_storage`.
 
     Args:
         path: A path, an `os.PathLike`, a `file://` URL, or one that fsspec knows.
