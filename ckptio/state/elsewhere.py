@@ -1,16 +1,16 @@
-"""What an object of a target takes, that is a part of another one, too.
+"""Objects that a target has more than once: also as parts of its other objects.
 
-Early stopping has the model, a trainer has all of them, and so has the target itself. What is
-stored for such a part is one state, as a rule, tied or copied; then it takes that twice, as with
-torch. Where there are two, an object's own code may write whichever it likes. But a state that
-is put back for an object (see `parts`) would be in the place of another, which nobody asked for.
+Early stopping has the model, a trainer has all of them, and so has the target itself. As a rule one
+state is stored for such a part, tied or copied: then the part takes it twice, as with torch. Where
+two different states are stored, an object's own code may write whichever it likes. But a state that
+is put back for an object (see `parts`) would replace the other one, which nobody asked for.
 
-So it is looked up what else is stored for the part: for itself, in the target or in objects that
-have taken theirs already; or, of modules and optimizers, for the tensors that they have, in a dict
-of the target or in the state of who hands it on. Two states are told from each other as they are
-stored, not as they are: one may be filled on a device, in another precision, and has classes of
-the target. Only copies are compared by their bytes, as far as these can be told (see `landed`), and
-names that only one of two has contradict nothing.
+So whatever else is stored for the part is looked up: under its own name in the target, or in
+objects that have taken their states already; for modules and optimizers also by their tensors,
+which may be in a dict of the target, or in the state of an object that hands it on. Two states are
+compared as they are stored, not as they are in memory, where one may be on a device, in another
+precision and in classes of the target. Only copies are compared by their bytes, as far as these can
+be told (see `landed`). A name that only one of the two has contradicts nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Stored(NamedTuple):
 
 
 class Elsewhere:
-    """What objects of a target take, in one load.
+    """Knows what the objects of a target take, in one load.
 
     Args:
         fills: What is filled where it is.
@@ -103,7 +103,7 @@ class Elsewhere:
         return Beside(self, states, own, tensors)
 
     def other(self, part: Any) -> _Stored | None:
-        """Give what an object takes elsewhere; `None` for nothing that is known."""
+        """Give the state that an object is known to take elsewhere; `None` if there is none."""
         return self._objects.get(id(part))
 
     def filled(self, tensor: torch.Tensor, own: range) -> str | None:

@@ -1,24 +1,26 @@
-"""Objects in the state of an object: they stay what they are.
+"""Objects inside an object that takes its state: they stay what they are.
 
-An object whose state is its attributes gives its parts themselves in its `state_dict()`, and their
-states are stored. It is given states in the place of the parts, and may leave them there. So it is
-looked at before and after, place by place: in attributes, in lists and dicts, in parts of parts.
-Where the dict of a state is now, the part comes back and takes that; but not in dataclasses and
-named tuples (see `record_parts`).
+A part of an object is what it has among its attributes and has a `state_dict()` of its own. An
+object that gives its attributes for its state gives its parts themselves, and what is stored for
+each is its state. So on a load the object is given a dict in the place of each part, and may leave
+that there. Therefore it is looked at before and after it takes its state, place by place: in
+attributes, in lists and dicts, in parts of parts. Where there is the dict of a state now, the part
+is put back, and takes that state; but not in dataclasses and named tuples (see `record_parts`).
 
 What is guaranteed:
 
-* An object that gives its parts, or copies of them, has them again. States that are too many or
-  too few are refused; where some parts are there all the same, those too many are noted.
-* An object that gives states, or is not asked what it gives, has a part again in an attribute that
-  has the very dict that was given. Of states in a list or a dict it makes what it likes: they may
-  be for parts that it makes later. If it was not asked, and there are just as many, each part takes
-  its own. What stays is noted.
+* An object whose `state_dict()` gives its parts, or copies of them, has its parts back. More states
+  than parts, or fewer, are refused; but if it still has some part there, states too many are noted.
+* An object whose `state_dict()` gives states, or is not asked, has a part back in an attribute that
+  now holds the very dict that it was given. States in a list or a dict are left to it, since they
+  may be for parts that it makes later; only if it was not asked, and there are as many states as
+  parts, each part takes its own. What stays a dict is noted.
 * A part takes one state, though it may be in many places: a best model is the model itself at the
-  start. If all places have the same state, bit for bit, it comes back in all of them. Else it takes
-  that of the first: of attributes, then of lists and dicts, then of parts of parts. An object that
-  gives parts is refused, before any of them takes a state; but for parts of parts, whose states
-  are there when those around them have taken theirs. In any other a dict stays, and is noted.
+  start. If all places have the same state, bit for bit, the part comes back in all of them. Else it
+  takes the state of the first place: of attributes, then of lists and dicts, then of parts of
+  parts. The second state is refused where the object gives parts, before any part takes a state
+  (parts of parts excepted: their states are there only when the parts around them have taken
+  theirs). Of any other object the second place keeps the dict, and that is noted.
 * A part that is at another place of the target, too, or in another object, takes no state that
   differs from what is stored there (see `elsewhere`). That is refused, or noted, likewise.
 * A part that the object has handed a state takes no other. A dict in another place of it stays,
