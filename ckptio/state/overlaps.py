@@ -151,16 +151,16 @@ def _require_apart(
                     " memory in the target, and not in the checkpoint; clone() one of them"
                 )
             # all of these have one origin
-            notes += [_shares(fill, each) for end, each in dense[tensor.device] if end > start]
+            notes += [_shares(fill, each) for its, each in dense[tensor.device] if its > start]
         gapped = [each for each in gapped[-_MAX_GAPPED:] if each[0] > start]
         elements = np.asarray(_Memory(tensor)) if gapped or not is_dense else None
-        for _, others, other, theirs in gapped:
+        for _, its_origin, near, theirs in gapped:
             if (
-                others != origin
-                and other.tensor.device == tensor.device
+                its_origin != origin
+                and near.tensor.device == tensor.device
                 and _share_memory(elements, theirs)
             ):
-                notes.append(_shares(fill, other))
+                notes.append(_shares(fill, near))
         if not is_dense:
             gapped.append((stop, origin, fill, elements))
             continue

@@ -84,12 +84,12 @@ class ObjectAttempt:
         self._leads = leads
         self._clock = clock
         self._mark = place.key(ATTEMPT_PREFIX + save_id)
-        self._marked_s: float | None = None
+        self._marked_s: float | None = None  # by `clock`, when the mark was written last
         self._sinks: list[ObjectSink] = []
-        self._published = False
-        self._committed = False
-        self._doubt: StorageError | None = None
-        self._left = False
+        self._published = False  # the manifest is out, or may be: nothing that it names may go
+        self._committed = False  # it is out, with all its files
+        self._doubt: StorageError | None = None  # raised in place of a cancellation
+        self._left = False  # somebody else goes on with the save, or may
 
     async def prepare(self, *, resumes: bool = False) -> None:
         """Leave a mark, and clear what killed saves left; who resumes drops its own uploads, too.

@@ -167,11 +167,11 @@ class Requests:
         self._limit = limit
         self._emit = emit
         self._rng = rng or random.Random()  # noqa: S311  # nothing secret
-        self._first_failure_s: float | None = None
-        self._ends_s: float | None = None
+        self._first_failure_s: float | None = None  # since the last answer
+        self._ends_s: float | None = None  # of `brief` ones, by the loop's clock
         self._longest_s = config.request_timeout_s
-        self._is_told = False
-        self._is_answered = False
+        self._is_told = False  # the log has said that nothing is answered, or is not to
+        self._is_answered = False  # some request was, ever
 
     def brief(self) -> Requests:
         """Give requests of the same kind that all end within ten seconds from now, or sooner.
