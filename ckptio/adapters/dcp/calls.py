@@ -45,10 +45,10 @@ class OnTheSpot(concurrent.futures.Executor):
 
 
 def storage_at(path: PathLike, config: CheckpointConfig, observer: Observer | None) -> Storage:
-    """Find a local storage, which needs no engine.
+    """Find the storage at a local path, which needs no engine.
 
     Raises:
-        ConfigError: `path` is none.
+        ConfigError: `path` is a URL, or no path at all.
     """
     emit = functools.partial(notify, observer)
     return LocalStorage(local_path(path), config, OnTheSpot(), emit)
@@ -58,7 +58,7 @@ def require_path(path: PathLike, config: CheckpointConfig) -> None:
     """Refuse what cannot be the place of a checkpoint. Touches nothing.
 
     Raises:
-        ConfigError: `path` is no path and no URL that anybody knows.
+        ConfigError: `path` is neither a path nor a URL of a known protocol.
     """
     executor = OnTheSpot()
     resolve_storage(path, config, executor, lambda _: None, Stores(config, executor))
@@ -79,10 +79,10 @@ def ask(
     observer: Observer | None,
     step: Callable[[Storage], Awaitable[T]],
 ) -> T:
-    """Run a coroutine with a storage that is there for it alone. Blocks.
+    """Run `step` with the storage at `path`, which is opened and closed for this call. Blocks.
 
     Raises:
-        ConfigError: `path` is none, or its store cannot be opened.
+        ConfigError: `path` is neither a path nor a URL, or its store cannot be opened.
     """
 
     async def run() -> T:

@@ -218,7 +218,8 @@ def build_tree(nodes: Sequence[tuple[str, Path, Json]]) -> tuple[Json, bool]:
         nodes: Name, path and encoded value of each item.
 
     Returns:
-        The tree, and whether it is nested: if two items want one place, it has names as keys.
+        The tree, and whether it is nested. Where two items want one place it is not: then it is
+        one flat dict, with the names as keys.
     """
     root: dict[str | int, Any] = {}
     codec = ObjectEncoder(lambda _, placed: placed.node)
@@ -235,7 +236,7 @@ class _Placed:
 
 
 def _put(root: dict[str | int, Any], path: Path, placed: _Placed) -> bool:
-    """Put a value at a path; false if the place is taken."""
+    """Put a value at a path; false if there, or on the way, another value is."""
     here: Any = root
     for key in path[:-1]:
         here = here.setdefault(key, {})
@@ -245,7 +246,7 @@ def _put(root: dict[str | int, Any], path: Path, placed: _Placed) -> bool:
 
 
 def _lists(value: Any) -> Any:
-    """Make lists of what has the numbers of all elements as keys."""
+    """Turn each dict whose keys are the ints 0 to n - 1 into a list, at every depth."""
     if type(value) is not dict:
         return value
     inner = {key: _lists(item) for key, item in value.items()}

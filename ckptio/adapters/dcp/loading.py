@@ -1,8 +1,9 @@
 """One load, as one rank of it sees it: from read items to filled tensors.
 
     files      sizes of all that are needed, before any target is asked for
-    values     what is no tensor: read, decoded, handed over as an archive that was made here
+    values     what is no tensor: read and decoded, and pickled anew as planners expect it
     tensors    in waves: the planner gives targets, ranges land in them, they are committed
+    values     handed over, last of all: a tensor that cannot be read leaves them as they were
 
 A planner that gives its targets as they are in the state gets one wave. One that makes
 them for each item (to cast, to gather) gets waves of about the size of the pool, so that

@@ -64,7 +64,8 @@ class StorageReader(dcp.StorageReader):
     """Reads what DCP's planners ask for, with the engine of `ckptio`.
 
     Use it where a `FileSystemReader` is used, in `dcp.load`. It reads the rows that are asked
-    for and verifies every block of them; nothing that is read is ever unpickled. One reader
+    for, verifies every block of them, and unpickles nothing. (What the stock planner is given for
+    a value, and unpickles, was pickled here from the value; but see `allow_opaque`.) One reader
     serves any number of checkpoints, one after the other, and may be pickled.
 
     Args:
@@ -139,8 +140,10 @@ class StorageReader(dcp.StorageReader):
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
+            ConfigError: Neither the reader nor the call names a path.
             CorruptionError: What DCP has to know of it is damaged.
-            FormatError: It was not saved by a `StorageWriter`, or by a newer version.
+            FormatError: It was not saved by a `StorageWriter`; a `FormatVersionError` if it was,
+                by a newer version of ckptio.
         """
         if self.path is None:
             raise ConfigError(

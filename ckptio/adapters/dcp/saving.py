@@ -7,7 +7,7 @@
 DCP does not say when a save failed on another rank. The coordinator's attempt stays open
 until `finish`, or until the next save, the end of the writer or of the process. On a file
 system its lock says that the save lives, and whoever finds the lock free removes the files
-of all ranks; in an object store an hour without a sign of it does (`adapters.dcp.place`).
+of all ranks; in an object store an hour without a sign of it does (`storage.object_attempt`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class RankSave:
 
     Args:
         path: Where to.
-        save_id: Its id, if this rank coordinates.
-        rank: This rank, as far as DCP says; older versions do not.
+        save_id: The id of the save, if this rank coordinates; unused on others, which are told.
+        rank: This rank; `None` where DCP does not say, as older versions do not.
         options: What the writer was told.
     """
 
@@ -101,7 +101,9 @@ class RankSave:
         self._rank = rank
         self._options = options
         self._place = place_at(path, options.config, options.observer)
-        self._leads = False
+        #: Whether this rank coordinates, and may still remove what the save left: from `begin`
+        #: until the manifest is written, or may be.
+        self._holds_attempt = False
         self._world_size = 1
         self._started_s = time.perf_counter()
         self._pid = os.getpid()
@@ -118,7 +120,7 @@ class RankSave:
         """
         self._world_size = num_plans
         self._place.begin(self.save_id, overwrite=self._options.overwrite)
-        self._leads = True
+        self._holds_attempt = True
         return [{"save_id": self.save_id, "rank": rank, "used": False} for rank in range(num_plans)]
 
     def write(self, plan: DcpPlan, planner: SavePlanner) -> list[WriteResult]:
@@ -154,16 +156,16 @@ class RankSave:
     def _names(self, ticket: Any) -> tuple[int, str]:
         """Say under which rank and id this rank writes.
 
-        A planner that caches plans gives the ticket of an earlier save, and one may lose
-        it: then only the coordinator knows the id of this save, and others take one of
-        their own, so that no names meet.
+        A planner that caches plans hands over the ticket of an earlier save, and another may
+        drop it. Then only the coordinator knows the id of this save; another rank takes an id of
+        its own, so that no two files have one name.
         """
         if not isinstance(ticket, dict):
             ticket = {}
         rank = ticket.get("rank", self._rank)
         if rank is None:
-            rank = 0 if self._leads else 1
-        if self._leads:
+            rank = 0 if self._holds_attempt else 1
+        if self._holds_attempt:
             return rank, self.save_id
         if ticket.get("used", True):
             return rank, new_save_id()
@@ -186,18 +188,18 @@ class RankSave:
             attempt = core.call_blocking(lambda _: self._attempt(storage, save_id), "begin")
             try:
                 files = self._write_in(attempt, storage, core, specs, source, plan, rank, save_id)
-                if not self._leads:
+                if not self._holds_attempt:
                     core.call_blocking(lambda _: attempt.seal(), "seal")
             except BaseException:
                 core.call_blocking(lambda _: attempt.abort(), "abort")
                 raise
-            if not self._leads:
+            if not self._holds_attempt:
                 core.call_blocking(lambda _: attempt.leave(), "leave")
             return files
 
     async def _attempt(self, storage: Storage, save_id: str) -> Attempt:
         """Give this rank's part of the save, for the length of a call."""
-        if self._leads:
+        if self._holds_attempt:
             return await self._place.attempt(storage)
         return await storage.join(save_id)
 
@@ -243,7 +245,7 @@ class RankSave:
             StorageError: Files of a rank are not there, or the manifest cannot be written.
             CommitConflictError: Somebody else committed meanwhile.
         """
-        if not self._leads:
+        if not self._holds_attempt:
             raise PlanError("finish() without prepare_global_plan(): DCP calls it on one rank")
         try:
             table = make_table(metadata, results)
@@ -252,7 +254,7 @@ class RankSave:
         except BaseException:
             self.abandon()
             raise
-        self._leads = False
+        self._holds_attempt = False
         notify(
             self._options.observer,
             SaveCommitted(
@@ -279,7 +281,7 @@ class RankSave:
         except BaseException:
             core.call_blocking(lambda _: attempt.abort(), "abort")
             if attempt.is_published:
-                self._leads = False  # or may be: nothing of it may be removed any more
+                self._holds_attempt = False  # or it may be: nothing may be removed any more
             raise
         return nbytes
 
@@ -331,18 +333,20 @@ class RankSave:
         return manifest, written[1] + sum(nbytes for _, nbytes, _, _ in table.files)
 
     def abandon(self) -> None:
-        """Remove what this save left, on all ranks if this one coordinates. Never raises.
+        """As the coordinator, remove what the save left, of all ranks. Blocks.
 
-        May be called again: other ranks may not have ended at the first time.
+        Raises nothing, unless it is interrupted. May be called again: other ranks may still have
+        been writing at the first time. On another rank it does nothing: there `write` has removed
+        that rank's files if it failed.
         """
         if self._is_left():
             with contextlib.suppress(Exception):  # what stays is removed by a later save
                 self._place.abandon()
 
     def abandon_aside(self) -> None:
-        """Do so on a thread of its own. Waits for nothing: the writer is garbage."""
+        """Do what `abandon` does on a thread of its own, and do not wait: the writer is garbage."""
         if self._is_left():
             run_aside(self.abandon, "ckptio-dcp")
 
     def _is_left(self) -> bool:
-        return self._leads and self._pid == os.getpid()
+        return self._holds_attempt and self._pid == os.getpid()

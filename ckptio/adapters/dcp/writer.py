@@ -147,7 +147,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether a checkpoint can be saved there. Touches nothing."""
+        """Whether it is a path or a URL of a known protocol. Touches nothing."""
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
@@ -156,13 +156,15 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if checkpoint_id is not None:
             self.path = checkpoint_id
         elif before.next_id is None:
-            checkpoint_id = before.next_path  # another thread may have turned it to another
+            # this thread was turned there, and has not saved yet; `path` may be another thread's
+            checkpoint_id = before.next_path
         self._turn().next_path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the save. Where no path was given, DCP calls this first."""
         turn = self._turn()
-        if turn.next_path is None or turn.next_id is not None:  # or of one that was not set up
+        # an id without a save is of one that failed before it was set up: this is the next one
+        if turn.next_path is None or turn.next_id is not None:
             turn.next_path = self.path  # as it is now: others may turn the writer meanwhile
         turn.next_id = turn.next_id or new_save_id()
         return StorageMeta(checkpoint_id=turn.next_path, save_id=turn.next_id)
@@ -286,7 +288,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         return begun[0]
 
     def _end(self) -> _Turn:
-        """Be through with the save of this thread, and of those that are gone; gives it."""
+        """End the save of this thread, and those of threads that have ended; return this one's.
+
+        What they left is removed, as far as it was not committed.
+        """
         for thread, left in self._turns.copy().items():
             if not thread.is_alive():  # it has failed, and nobody told
                 self._turns.pop(thread, None)
@@ -301,11 +306,12 @@ class _Turn:
     """One save of a writer. DCP makes all calls of a save on one thread.
 
     Attributes:
-        path: Where what is set up goes.
-        next_path: Where the next one is to go, before it is set up; as the writer says if `None`.
-        next_id: The id that it is to have.
-        save: What is set up; it stays where it failed, or where another rank commits it.
-        last_will: Removes what it left, if nobody ends it.
+        path: Where `save` goes; set with it.
+        next_path: Where the save goes that is yet to be set up; the writer's path if `None`.
+        next_id: The id that it will have, if DCP has asked for one.
+        save: The save, once it is set up. It stays here if it failed, and on ranks that do not
+            commit.
+        last_will: Removes what an uncommitted save left, when the writer or the process ends.
     """
 
     path: PathLike | None = None
@@ -316,12 +322,12 @@ class _Turn:
 
     @property
     def rank_save(self) -> RankSave:
-        """What is set up."""
+        """The save; only where one is set up."""
         assert self.save is not None  # noqa: S101  # whoever asks has one under way
         return self.save
 
     def end(self) -> None:
-        """Be through with it; remove what it left if it was not committed."""
+        """Remove what the save left if it was not committed. Blocks."""
         will, self.last_will = self.last_will, None
         if will is not None and will.detach() is not None and self.save is not None:
             self.save.abandon()
