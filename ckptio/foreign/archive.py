@@ -1,7 +1,9 @@
-"""Where the bytes of a tensor lie in a file that `torch.save` wrote of it alone.
+"""Archives of `torch.save`: what is checked before torch sees one, and where a tensor lies in it.
 
-Such a file is a zip archive whose members are stored as they are, so a part of the tensor
-can be read without the rest. What is not laid out that simply is left to torch.
+Such a file is a zip archive whose members are stored as they are. `require_stored` and
+`require_plain` refuse one that would become more than it is. `find_tensor` finds the bytes of a
+tensor in a file of it alone, so that a part can be read without the rest; what is not laid out that
+simply is left to torch.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _NUM_V2, _NUM_V3 = 7, 8  # a name and at least so many arguments
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a file, of which the head and the tail are read once.
+    """A range of a file as a file. Its head and its tail are read at once, and kept.
 
     Args:
         read: Reads `[start, stop)` of it.
@@ -109,7 +111,7 @@ def find_tensor(
         nbytes: Its size.
         dtype: Element type that the tensor should have.
         shape: Shape that it should have.
-        is_big: Whether an archive that does not say its byte order is of the other one.
+        is_big: Whether an archive that does not say its byte order is big-endian.
 
     Returns:
         Where its first byte is; `None` if it does not lie there in one piece.

@@ -48,7 +48,8 @@ class Bridge:
     async def run(self, function: Callable[[], T]) -> T:
         """Call `function` on a thread of its own, and wait until it is done.
 
-        Cancelling this cancels the requests that it waits for.
+        Cancelling this cancels the requests that it waits for, and those of every other call of
+        this bridge that is under way: whoever makes several at a time cancels all of them.
         """
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         stopped: list[None] = []

@@ -189,5 +189,5 @@ def seen_in(manifest: Manifest) -> Mapping[str, str]:
 
 
 def at(path: str, error: CheckpointError) -> FormatError:
-    """Say of which file an error of its format is."""
+    """Give the error again, with the file that it is about before it."""
     return FormatError(f"{path!r}: {error}")

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-#: What torch raises, too, for a pickle of more than data; nobody else imports `pickle`.
+#: What torch raises, too, for a pickle of more than data. Nothing but this module unpickles:
+#: `scan` takes the names of opcodes from `pickle`, and no more.
 UnpicklingError = pickle.UnpicklingError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -155,7 +156,7 @@ class _Inert(pickle.Unpickler):
         if key in self._records:
             return type("_Record", (Record,), {"kind": name, "__slots__": ()})
         if key == ("torch", "Size"):
-            return lambda extents: _few(extents)  # noqa: PLW0108  # made anew, see above
+            return lambda extents: _shape(extents)  # noqa: PLW0108  # made anew, see above
         if key == ("torch.serialization", "_get_layout"):
             return lambda layout: layout
         if key == ("collections", "OrderedDict"):
@@ -215,7 +216,7 @@ def read_tensor(data: bytes) -> tuple[Any, ...] | None:
     return (record.kind, *record.args)
 
 
-def _few(extents: Any) -> tuple[Any, ...]:
+def _shape(extents: Any) -> tuple[Any, ...]:
     """Give the extents of a shape.
 
     Raises:

@@ -44,8 +44,8 @@ _OLD_TORCH = re.compile(
 _HEAD_NBYTES = 32
 
 
-def is_no(error: StorageError) -> bool:
-    """Whether a server has answered that there is nothing, or that it does not say."""
+def may_mean_absent(error: StorageError) -> bool:
+    """Whether an error means that nothing is there, or may: some servers refuse instead."""
     return isinstance(error, CheckpointNotFoundError) or isinstance(error.__cause__, RefusedError)
 
 
@@ -70,7 +70,11 @@ class UrlPlaces:
     order: Any
 
     def find(self) -> tuple[ForeignReader | None, ObjectFolder]:
-        """Recognise what is there, and say in which of both. Blocks.
+        """Recognise what is there. Blocks.
+
+        Returns:
+            What reads it, `None` if nothing is known there; and whichever of `below` and `beside`
+            was looked into last, which the reader has.
 
         Raises:
             FormatError: It is known, and not what it should be; or nobody knows it.
@@ -81,7 +85,7 @@ class UrlPlaces:
         try:
             status = self.beside.status(self.name)
         except StorageError as error:  # it refuses the directory, and may give what is in it
-            return self._find_below_or_raise(is_likely=is_no(error)), self.below
+            return self._find_below_or_raise(is_likely=may_mean_absent(error)), self.below
         if status is None or not status.nbytes:  # some tools mark a directory by such an object
             reader = self._find_below()
             if reader is not None or status is None:
@@ -96,7 +100,10 @@ class UrlPlaces:
         return find_in_folder(self.below, self.block_nbytes, self.order)
 
     def _find_below_or_raise(self, *, is_likely: bool) -> ForeignReader:
-        """Look in the directory; if nothing is found, raise the error that is being handled."""
+        """Look in the directory; if nothing is found, raise the error again.
+
+        Only to be called in an `except` block: it is that block's error.
+        """
         if is_likely:
             with contextlib.suppress(StorageError):
                 reader = self._find_below()

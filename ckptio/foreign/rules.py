@@ -1,10 +1,10 @@
 """What torch was told that decides what it makes of a file of `torch.save`.
 
-Two things beside the file do. Which classes may be in it is told for the whole process
-(`torch.serialization.safe_globals`): of what is not allowed, a byte is kept that nobody gets,
-and of what is, its tensors. And in which order the bytes of a file are that says nothing of it
-is told, since some version, for a thread (`set_default_load_endianness`): files are read on
-threads of ours, so the caller's word is taken where the caller is, and carried there.
+Two settings of torch do. `torch.serialization.safe_globals` says, for the whole process, which
+classes may be in a file: an object of another class becomes a byte that nobody is given, one of an
+allowed class the tensors that it holds. And `set_default_load_endianness` says, since some version
+for one thread, in which byte order a file is that does not say so itself: files are read on threads
+of ours, so that setting is read on the caller's thread, and set on ours (`under`).
 
 So a manifest that was made under one rule is none for whoever reads under another, though nobody
 wrote to the file: both are a part of the version by which a manifest is kept, and the order is one

@@ -1,7 +1,7 @@
 """A place that may hold a checkpoint of ours, or one that another program wrote.
 
-Ours is looked for first and costs nothing more; where there is none, what is there is
-recognised, see `recognise`.
+Ours is looked for first, and costs nothing more; where there is none, what is there is recognised,
+see `recognise`. (Only at a URL with a query what another program wrote comes first, see `_look`.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatEr
 from ckptio.foreign.bridge import Bridge, WaitsError
 from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
-from ckptio.foreign.recognise import UrlPlaces, find_reader, is_no
+from ckptio.foreign.recognise import UrlPlaces, find_reader, may_mean_absent
 from ckptio.foreign.rules import byte_order
 from ckptio.storage.fsspec_answers import BUCKETED, WEB
 from ckptio.storage.keys import split_query
@@ -136,15 +136,15 @@ class AnyStorage:
             try:
                 reader = await self._recognise()
             except (UnknownFormatError, StorageError) as error:
-                if isinstance(error, StorageError) and not is_no(error):
+                if isinstance(error, StorageError) and not may_mean_absent(error):
                     raise
                 try:  # it may be a directory's
                     found = await ask()
                 except StorageError as other:
-                    if not is_no(other):
+                    if not may_mean_absent(other):
                         raise
                 else:
-                    self._is_ours()
+                    self._take_as_ours()
                     return found
                 raise
             if reader is not None:
@@ -156,14 +156,18 @@ class AnyStorage:
             if reader is None:
                 raise
             return _Other(reader)
-        self._is_ours()
+        self._take_as_ours()
         return found
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told whose checkpoint it is, so that nobody has to look; and by which files, if so."""
+        """Take over from a manifest that is known whose the checkpoint is, and that of its files.
+
+        So nobody has to look whose it is, if it is ours; and other files than those that the
+        manifest was made of are refused, if it is not.
+        """
         self._seen = seen_in(manifest)
         if not manifest.is_foreign:
-            self._is_ours()
+            self._take_as_ours()
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the size of each data file; see `storage.interface.Storage`."""
@@ -215,16 +219,17 @@ class AnyStorage:
     async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> Attempt:
         """Begin a save, of ours; from here on, data files are those of ours."""
         attempt = await self._inner.begin(save_id, overwrite=overwrite, resumes=resumes)
-        self._is_ours()
+        self._take_as_ours()
         return attempt
 
     async def join(self, save_id: str) -> Attempt:
         """Take part in a save, of ours; see `begin`."""
         attempt = await self._inner.join(save_id)
-        self._is_ours()
+        self._take_as_ours()
         return attempt
 
-    def _is_ours(self) -> None:
+    def _take_as_ours(self) -> None:
+        """From here on, read what is there in our own format."""
         self._reader = None
         self._is_known = True
 

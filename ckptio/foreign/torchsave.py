@@ -187,11 +187,13 @@ class TorchSaveReader:
 
     @contextlib.contextmanager
     def _with_holes(self, nbytes: int) -> Iterator[int]:
-        """Make the file with holes, and lend it.
+        """Make the file with holes, and lend its descriptor to the `with` block.
+
+        What the block raises is turned, too: it has torch load the file.
 
         Raises:
-            _NotByRangesError: torch cannot load it so. Of a local file that is read as a whole it
-                says what is wrong, if something is.
+            _NotByRangesError: torch cannot load it so. Of a local file, loading it whole says what
+                is wrong, if something is.
             NoRoomError: There is no such file here.
         """
         fd = file_of_holes(nbytes, self._folder.join(self._name))

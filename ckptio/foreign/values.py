@@ -1,8 +1,9 @@
 """Values that `torch.save` wrote, read by torch with `weights_only`, as trees of ours.
 
 torch's own reader makes them, of a list of types that is known to be harmless, and never a class
-that a file names. Tensors are not read here: a scan of the archive has found where they lie, and
-they are loaded by ranges as all are.
+that a file names. `load_bytes` and `load_file` load a file whole, with the tensors in it, which
+stay in memory for as long as whoever called has the value. (`torchsave` has torch load a file of
+holes instead, whose tensors are read by ranges later; what it loads so, it takes apart here.)
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def load_bytes(data: bytes) -> Any:
 
 @contextlib.contextmanager
 def allowed(makers: Iterable[Any] = ()) -> Iterator[None]:
-    """Have torch make some things, and no bytes: these are pickled as a call of `bytes`.
+    """Let torch make an empty `bytes`, and what `makers` make, for as long as the context lasts.
 
-    torch refuses that word, since with arguments it makes as many as it is told. What is allowed
-    here takes none.
+    Pickles have an empty `bytes` as a call of `bytes()`. torch refuses the name: with a number it
+    makes as many bytes as it is told. The stand-in that is allowed here takes no argument.
 
     Args:
-        makers: Classes and functions under the names that files have for them, of the caller's own:
-            another load may end meanwhile, and disallows what it allowed.
+        makers: Classes and functions, under the names that files have for them. Each caller makes
+            its own: another load that ends meanwhile disallows only what it allowed itself.
     """
     allowing = safe_globals([_NoBytes(), *makers])
     with _ALLOWING:
@@ -78,7 +79,7 @@ def allowed(makers: Iterable[Any] = ()) -> Iterator[None]:
 
 
 class _NoBytes:
-    """Makes no bytes; torch knows it by the name that it has.
+    """Stands for `bytes`, and makes an empty one only; torch finds it by the name that it bears.
 
     Attributes:
         of_ckptio: See `rules.allowed`.
@@ -91,7 +92,7 @@ class _NoBytes:
         self.__name__ = self.__qualname__ = "bytes"  # torch before 2.7 asks for the first
 
     def __call__(self) -> bytes:
-        """Make them."""
+        """Make it."""
         return b""
 
 
