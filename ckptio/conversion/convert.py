@@ -3,9 +3,9 @@
 Before anything is written, options that have no effect with the format are refused, and so is a
 directory of "hf" or "dcp" that holds a checkpoint of another format: some reader would still find
 that one. The sizes of all files that are needed are checked then, too. `source` reads for every
-format; `ours`, `safetensors`, `hf` and `dcp` write, each in its own module, which is imported only
-when it is asked for. What a format does not keep is in the report (`losses`), never dropped
-without a word.
+format; `ours`, `safetensors`, `hf` and `dcp` write, and all but `safetensors`, on which the others
+build, are imported only when their format is asked for. What a format does not keep is in the
+report (`losses`), never dropped without a word.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ class _Meter:
         self._lock = threading.Lock()
 
     def advance(self, nbytes: int) -> None:
-        """Count what was done; end it if nobody waits for it any more."""
+        """Count what was done.
+
+        Raises:
+            SaveAbortedError: The conversion was cancelled meanwhile; so it ends.
+        """
         if self._stop is not None and self._stop.is_set():
             raise SaveAbortedError("the conversion was cancelled")
         with self._lock:
@@ -248,8 +252,11 @@ async def convert(
     has ended.
 
     Memory: the pools of two engines and some 70 MiB, whatever the size of the checkpoint, and with
-    `dtype=` what these become; a tensor that is stored as a view of another is read whole, and,
-    where views lie between each other or DCP is written, the other one.
+    `dtype=` what these become. Some things are in memory whole besides: a tensor that is stored as
+    a view of another, and, where views lie between each other or DCP is written, the other one; of
+    what DCP wrote, values that hold tensors (a tuple of some, say); and a file of `torch.save` that
+    is no archive (from before torch 1.6), is of another byte order, or has tensors that torch makes
+    as it loads them. Such a value is there twice while it is read, and while DCP is written.
 
     Args:
         source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
@@ -280,9 +287,11 @@ async def convert(
 
     Raises:
         CheckpointNotFoundError: There is nothing to convert.
+        TargetError: `select` or `strip` takes nothing of it.
         CheckpointExistsError: Something else is at `path`. In a directory, `"hf"` and `"dcp"`
             replace only what has the same format, whatever `overwrite` says: whoever loaded
             the path would still find the other one. `"ckptio"` hides others, and leaves them.
+        CommitConflictError: Another conversion is writing there.
         FormatError: The source is damaged, or has names or types that the format cannot hold.
         ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.

@@ -6,9 +6,10 @@ over what is there, which stays a checkpoint until then. Its data goes last.
 
 `dcp.save` is given tensors without memory, and a planner that reads each one when the
 writer asks for it, which it does one at a time. Large tensors are cut into chunks, and small ones
-are read together with those that the writer asks for next: no more than a chunk is ever in memory,
-or what is as large. The data file is written here, since the stock
-writer keeps a tensor of each name until the file has ended.
+are read together with those that the writer asks for next, up to the size of a chunk. So no more
+than about a chunk of the tensors is in memory. Tensors in a value that DCP writes whole (a tuple,
+say) are an exception: all of them are read, and pickled, before the value is written. The data file
+is written here, since the stock writer keeps a tensor of each name until the file has ended.
 
 A conversion that was stopped leaves its data file. The next one compares it with what it
 would write, piece by piece, and writes only what differs; so it does not matter who wrote it,

@@ -267,8 +267,9 @@ def _cut(fd: int, path: str) -> None:
     """Empty a file that an earlier conversion may have left.
 
     Raises:
-        CommitConflictError: It has another name, too: what is there, of one that was killed
-            just then. It loses this one, so that the next try goes well.
+        CommitConflictError: It has a second name. A conversion that was killed between giving it
+            its final name and removing this one (`rename_new`) leaves that: emptied, the whole
+            file would be lost. The caller removes this name, so that the next try succeeds.
     """
     if os.fstat(fd).st_nlink != 1:
         raise CommitConflictError(path)

@@ -31,9 +31,9 @@ class StreamWriter:
 
     Args:
         fd: The file, open for writing and empty; whoever opened it syncs and closes it. It grows
-            as it is written: with its final size from the beginning it would be taken for whole
-            after a power cut, where it was not synced. (So it may be with ranges that come behind
-            later ones, as those of views do.)
+            as it is written. If it had its final size from the beginning, a file that was not
+            synced might be taken for whole after a power cut. (That may still happen where a range
+            is written before one that lies in front of it, as those of views are.)
         config: Whether to try.
     """
 
