@@ -13,7 +13,7 @@ import io
 import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, StorageError
 from ckptio.foreign.pickles import UNTYPED, UnpicklingError, read_tensor
 from ckptio.foreign.scan import NUM_OLD_PICKLES, Scanned, scan_pickle, together
 from ckptio.layout import DTYPES, nbytes_of, row_major_strides
@@ -118,12 +118,13 @@ def find_tensor(
 
     Raises:
         FormatError: It is another tensor, or no archive.
+        StorageError: What `read` raises.
     """
     window = Window(read, nbytes)
     try:
         with zipfile.ZipFile(window) as archive:
             found = _find(archive, window, dtype, shape, is_big=is_big)
-    except FormatError:
+    except (FormatError, StorageError):
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"not a tensor as torch.save writes it: {error!r}") from None

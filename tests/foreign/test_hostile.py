@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from ckptio import sync
-from ckptio.errors import FormatError
+from ckptio.errors import CheckpointChangedError, FormatError, StorageError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.dcp import DcpReader
 from ckptio.foreign.folder import LocalFolder
@@ -227,6 +227,30 @@ def test_a_chunk_that_is_larger_than_its_storage_is_refused() -> None:
     data = repacked(saved(torch.zeros(10)), compress=lambda _: False, **{"0": bytes(36)})
     with pytest.raises(FormatError, match="smaller than the tensor"):
         find_tensor(lambda a, b: data[a:b], len(data), "float32", (10,))
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("no answer", path="x"), CheckpointChangedError("x")]
+)
+def test_a_chunk_that_cannot_be_read_is_not_called_damaged(error: StorageError) -> None:
+    """The storage's own error is raised, also where the middle of the archive is looked at."""
+    made = io.BytesIO()
+    whole = io.BytesIO(saved(torch.zeros(9000)))
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(made, "w") as new:
+        new.writestr("archive/extra", bytes(20_000))
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    data = made.getvalue()
+    assert find_tensor(lambda a, b: data[a:b], len(data), "float32", (9000,)) is not None
+
+    def read(start: int, stop: int) -> bytes:
+        if start > 0 and stop < len(data):
+            raise error
+        return data[start:stop]
+
+    with pytest.raises(type(error)) as caught:
+        find_tensor(read, len(data), "float32", (9000,))
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("order", [b"big", b"little" * 2000])
