@@ -57,10 +57,13 @@ class Underway:
 
 @contextlib.asynccontextmanager
 async def waited_for(underway: Underway) -> AsyncIterator[asyncio.Future[None]]:
-    """Lend what is done when all is written, and wait for it: nobody removes what is written to."""
+    """Lend a future that is done when all is written; wait for it at the end, also after an error.
+
+    So the files are not removed while they are still being written.
+    """
     written = asyncio.wrap_future(underway.written)
     try:
-        yield asyncio.shield(written)  # who is cancelled does not cancel what is waited for here
+        yield asyncio.shield(written)  # cancelling who awaits it does not cancel `written`
     finally:
         await asyncio.wait((written,))
 
@@ -154,7 +157,7 @@ def pinned_stager(*, is_async: bool) -> DefaultStager:
 
 
 def caching_stager() -> BlockingAsyncStager:
-    """Make the older stager that does so."""
+    """Make the older stager that stages into the same memory every time; it blocks."""
     return BlockingAsyncStager(cache_staged_state_dict=True)
 
 

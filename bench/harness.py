@@ -1,14 +1,15 @@
 """Run a case: warm-up, interleaved rounds, medians.
 
-A case gives subjects: ckptio, its peers, and limits of the machine. In each round every
-subject is measured once, and the order is another one in each round, so that a drift of the
-machine (a neighbour, a disk that fills its cache) falls on all of them alike, and no subject
+A case gives subjects: ckptio, its peers, and limits of the machine. In each round every subject
+but a slow peer is measured once, and the order is another one in each round, so that a drift of
+the machine (a neighbour, a disk that fills its cache) falls on all of them alike, and no subject
 always follows the same other one (`bench.order`). Before a measurement garbage is collected
-and the disk is quiet (`sync`). Before a save the page cache is in one state for all: as many
-bytes as the state has are written through it to a file, which is removed, so that pages are
-there, recently used and free. (Without that a save through the page cache was several times
-slower after a direct write than after a save like itself.) All of that stays outside the
-clock. After a measurement the result is checked and the files go.
+and the disk is quiet (`sync`). Before a measurement of saves to the disk (`saved_nbytes`) the page
+cache is in one state for all: as many bytes as the state has are written through it to a file,
+which is removed, so that pages are there, recently used and free. (Without that a save through the
+page cache was several times slower after a direct write than after a save like itself.) What
+`Subject.prepare` does comes after that: in `save_over` it saves the checkpoint that is replaced.
+All of that stays outside the clock. After a measurement the result is checked and the files go.
 
 Figures are medians of all rounds of a case; a table has each row's number of them, `n`. Slow
 peers are measured in fewer of more than three rounds, and no fewer than three.
@@ -233,7 +234,7 @@ CaseFunction = Callable[[Bench], Coroutine[None, None, None]]
 
 
 class Clock:
-    """Seconds since it was made, or since `restart`."""
+    """Seconds since it was made."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

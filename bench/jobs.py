@@ -151,7 +151,7 @@ class Job:
         )
 
     def loads(self, way: Way, path: str, *, is_cold: bool) -> Subject:
-        """Fill the state from a checkpoint of the same contents, and check all of it."""
+        """Fill the state from a checkpoint of the same contents, and check it; see `Proof`."""
 
         async def prepare() -> None:
             self._crew.tell("open", method=way.method)

@@ -5,8 +5,8 @@ back are there for the next one, while after a direct writer the memory may have
 the host of a virtual machine, and a buffered save takes several times as long. In a rotated
 list each subject follows the same one round after round, and no number of rounds evens that
 out. So rounds are drawn (with a fixed seed), and of many draws the one is taken in which the
-fewest subjects follow one they followed before, or stand where they stood before. With as many
-subjects as a table has, next to none follows the same one twice.
+fewest subjects follow one they followed before, or stand where they stood before. Of seven subjects
+or more none follows the same one twice in five rounds; of fewer some do, but none always.
 """
 
 from __future__ import annotations

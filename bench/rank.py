@@ -99,7 +99,7 @@ class Rank:
         return self._timed(lambda: self._load(method, path, self._state))
 
     def check(self) -> None:
-        """Check that the state is what it was made as.
+        """Check that the state is what it was made as, as far as `Proof.check` does.
 
         Raises:
             AssertionError: It is not.

@@ -67,9 +67,10 @@ def _row_record(group: Group, row: Row) -> dict[str, Any]:
 
 
 def _ratio(group: Group, metric: Metric, row: Row) -> float | None:
-    """Give how many times ckptio's figure a figure is: above 1, ckptio is the better.
+    """Divide a figure by ckptio's: above 1, ckptio is the better.
 
-    Of no time and less, which is what is lost in the noise, nothing is a multiple.
+    `None` where there is none of either, or where ckptio's is zero or negative, as a loss of time
+    that the noise hides may be.
     """
     ours = next((r for r in group.rows if r.kind == "ckptio"), None)
     reference = ours.median(metric.key) if ours is not None else None
@@ -78,7 +79,7 @@ def _ratio(group: Group, metric: Metric, row: Row) -> float | None:
 
 
 def make_table(group: Group) -> Table:
-    """Lay a group out: a line per subject, two to three columns per metric, and its rounds."""
+    """Lay a group out: a line per subject, one to three columns per metric, and its rounds."""
     head = [""]
     for metric in group.metrics:
         head.append(metric.label)
@@ -135,7 +136,7 @@ def print_group(group: Group) -> None:
 
 
 def write_record(record: Mapping[str, Any], directory: str) -> None:
-    """Write a case's figures, and all cases' tables anew."""
+    """Write a case's figures to `<case>.json`. Its tables are `write_readme`'s."""
     os.makedirs(directory, exist_ok=True)
     with open(os.path.join(directory, f"{record['case']}.json"), "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)

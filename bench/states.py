@@ -1,8 +1,8 @@
 """States to save, and proofs that they came back.
 
-The three of them stand for what is hard in different ways: many tensors of a model and its
-optimizer, very many small ones, and few huge ones. Contents are bytes of a seeded pattern,
-different in every tensor.
+States a, b and c stand for what is hard in different ways: many tensors of a model and its
+optimizer, very many small ones, and few huge ones. (`tiny_tensors` is for metadata.) Contents are
+bytes of a seeded pattern, different in every tensor.
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ class Proof:
         )
 
     def check(self, state: State) -> None:
-        """Check a whole state.
+        """Check the names, the end of every tensor, and the samples.
 
         Raises:
-            AssertionError: It is another one.
+            AssertionError: One is another.
         """
         assert state.keys() == self.tails.keys(), "other names"
         for name, tail in self.tails.items():

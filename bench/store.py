@@ -304,7 +304,7 @@ class MultiStorageDcp:
 
 
 def store_peers() -> list[StorePeer]:
-    """Give the peers, each with one thread and with the number that suits two cores."""
+    """Give the peers, with one thread and with four; multi-storage-client with four alone."""
     return [
         FsspecDcp(),
         FsspecDcp(num_threads=4),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from bench.states import State
     from ckptio import Engine
 
-#: Limits of a disk: bytes of a block, threads.
 _SPARE_SLABS = 8  # the last slab of each file is not full
+#: Limits of a disk: bytes of a block, threads.
 RAW_SETTINGS = ((4 * MiB, 1), (1 * MiB, 4))
 
 

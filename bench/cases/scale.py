@@ -69,7 +69,7 @@ async def scale(bench: Bench) -> None:
 
     There are no tensors, and no ranks but in the last table: ranks' messages are made up,
     and rank 0 decodes them, plans, and encodes the answers as in a save and in a load.
-    "Peak" is memory beside the messages. Each measurement is a process of its own. DCP's
+    "Peak" is memory beside the messages. Each plan is measured in a process of its own. DCP's
     `create_global_plan` has the same blocks, pickled, and its manifest is `.metadata`
     without places. In the last table all ranks are there, connected over loopback: all but
     rank 0 in one other process, so CPU is rank 0's alone; wall time is that of both.
