@@ -12,7 +12,6 @@ drawn from a seed: on a `VirtualLoop` that costs nothing and shuffles the schedu
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import threading
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ class _Place:
     notes: dict[str, bytes] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     manifest: bytes | None = None
-    version: int = 0
+    version: int = 0  # one more with each commit, by whatever name
 
 
 class MemoryStorage:
@@ -105,7 +104,6 @@ class MemoryStorage:
         self._rng = random.Random(seed)  # noqa: S311  # delays, nothing secret
         self._max_delay_s = max_delay_s
         self._place = _Place()
-        self._versions = itertools.count(1)
         self._lock = threading.Lock()
         self.fault = fault
         self.operations: list[Operation] = []
@@ -270,7 +268,7 @@ class MemoryStorage:
             raise CommitConflictError(self._path)
         replaced = None if place.manifest is None else decode_manifest(place.manifest)
         place.manifest = manifest
-        place.version = next(self._versions)
+        place.version += 1
         if replaced is not None:
             for entry in replaced.files:
                 if entry.name not in made:

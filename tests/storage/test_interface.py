@@ -113,6 +113,16 @@ async def test_a_version_changes_with_the_manifest_and_only_then(place: Place) -
     assert await place.storage.version() != first
 
 
+async def test_a_version_changes_by_whatever_name_the_place_is_written_to() -> None:
+    """Two names of a place in memory count its manifests together, as links of a directory do."""
+    one = MemoryStorage("one")
+    two = one.another_name("two")
+    await write_files(one, A, contents_of(A, 10))
+    first = await one.version()
+    await write_files(two, B, contents_of(B, 10), overwrite=True)
+    assert await one.version() == await two.version() != first
+
+
 async def test_a_taken_place_is_refused_without_overwrite(place: Place) -> None:
     """`begin` says so at once, and changes nothing."""
     await write_files(place.storage, A, contents_of(A, 10))
