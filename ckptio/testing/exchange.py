@@ -25,8 +25,8 @@ class _Message:
     """A message on its way from one rank to another.
 
     Attributes:
-        offered: Becomes the slab that holds it.
-        taken: Becomes true when the taker is through with it.
+        offered: Resolves to the slab that holds it.
+        taken: Resolves when the taker is through with it.
     """
 
     offered: asyncio.Future[Slab] = field(
@@ -37,7 +37,7 @@ class _Message:
     )
 
     def require_sender(self) -> None:
-        """Check that the slab still holds it: whose sender went away has broken.
+        """Check that the slab still holds the message: it does not if the sender went away.
 
         Raises:
             PeerLostError: The network broke meanwhile.
@@ -51,6 +51,7 @@ class _Message:
         self.taken.set_result(None)
 
     def fail(self, error: PeerLostError) -> None:
+        """Let both sides raise an error, wherever they wait."""
         for future in (self.offered, self.taken):
             if not future.done():
                 future.set_exception(error)
@@ -64,13 +65,15 @@ class MemoryNetwork:
         num_ranks: How many there are.
         seed: Draws how long things take.
         max_delay_s: How long, at the most.
-        num_slabs: Slabs of its own that each link has; then takers look at them.
+        num_slabs: Slabs of its own that each link has. If there are any, takers look at what is
+            sent where it lies; otherwise it is copied into their `room`.
         slab_nbytes: Size of such a slab.
 
     Attributes:
         links: The link of each rank.
         sent_nbytes: Bytes that went from each rank to others.
-        damaged_tags: Messages that arrive with a bit flipped.
+        damaged_tags: Messages that arrive with a bit flipped, where takers copy them: a slab of
+            the link's own is still the sender's, and stays as it is.
     """
 
     def __init__(

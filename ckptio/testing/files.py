@@ -41,7 +41,8 @@ class RecordingFiles(PosixFiles):
         has_leases: Whether what is in the page cache may be lent, without `pread`.
 
     Attributes:
-        operations: What was asked for, in order; the one that failed included.
+        operations: What was asked for, in order; the one that failed included. Questions about
+            alignment and leases are not among them, and no fault is shown them.
     """
 
     def __init__(

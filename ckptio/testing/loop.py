@@ -6,9 +6,13 @@ ready, so an hour of `asyncio.sleep` takes no time; ready callbacks run in an or
 from the seed; and a call given to an executor runs on the loop's own thread, in one piece,
 at a virtual time drawn from the seed. The same seed gives the same run, to the last step.
 
+Timers are not shuffled: those that are due run after the callbacks that are ready, in the order
+of their times, and those of one time in an order that no seed changes. Tasks that sleep until
+one moment wake in an order drawn from the seed all the same: their timers only make them ready.
+
 What a call does to memory happens at a moment between its start and its end that the
-waiter cannot know, and it happens even if the waiter has left: just as with a thread. So
-a buffer that is reused before its call has ended shows up as wrong bytes, for some seed.
+waiter cannot know, and it happens even if the waiter has left. So a buffer that is reused
+before its call has ended shows up as wrong bytes, for some seed.
 
 Nothing ready and no timer is a deadlock: nobody can ever wake up. It raises at once and
 names who waits, instead of hanging until a test runner gives up.
@@ -59,6 +63,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         peak_calls: The most calls of each function that were in an executor at a time, by
             the function's qualified name.
         complaints: What was passed to `call_exception_handler`: errors nobody saw.
+        calls: The calls of each function that are in an executor now, by the same names.
     """
 
     def __init__(self, seed: int) -> None:
@@ -106,8 +111,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[T]:
         """Run `func` on this thread at a later virtual time; the executor is not used.
 
-        Its `max_threads` is kept to, if it has one. As with a thread, a call runs even if
-        the future was cancelled meanwhile.
+        Its `max_threads` is kept to, if it has one. A call runs even if its future was cancelled
+        meanwhile, as one does that a thread has begun. So does one that was still waiting for a
+        thread, which a real executor would drop: code must not rely on that.
         """
         future: asyncio.Future[T] = self.create_future()
         call = _Call(self, _name_of(func), future, functools.partial(func, *args))

@@ -83,7 +83,7 @@ class MemoryStorage:
 
     Attributes:
         attempt_type: What `begin` and `join` make; a subclass may give another.
-        operations: What was asked for, in order.
+        operations: What was asked for by this name, in order.
         counts: The same in numbers.
     """
 
@@ -126,7 +126,7 @@ class MemoryStorage:
     find = identify  # it has always answered
 
     async def locate(self, *, gives_up: bool = True) -> bool:  # noqa: ARG002  # as others are
-        """Nothing: its name says where it is; see `interface.Storage`."""
+        """Do nothing: its name says where it is; see `interface.Storage`."""
         return True
 
     @property
@@ -161,7 +161,10 @@ class MemoryStorage:
         return sorted(self._place.files.keys() - needed)
 
     def another_name(self, path: str) -> MemoryStorage:
-        """Give the same place under another name, as a link would; counted apart."""
+        """Give the same place under another name, as a link would.
+
+        It counts its own operations, has no fault and no delays, and is a plain `MemoryStorage`.
+        """
         twin = MemoryStorage(path, identity=self._identity)
         twin._place = self._place
         return twin
@@ -201,15 +204,15 @@ class MemoryStorage:
         return read
 
     async def peek_manifest(self) -> bytes:
-        """Read the manifest: that ends; see `interface.Storage`."""
+        """Read the manifest, which never hangs here; see `interface.Storage`."""
         return (await self.read_manifest())[1]
 
     async def find_below(self) -> str:
-        """Nothing; see `interface.Storage`."""
+        """Find nothing: there are no directories; see `interface.Storage`."""
         return ""
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told what is there; it makes no difference to these."""
+        """Do nothing with a manifest that is known; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the sizes of data files; see `interface.Storage`."""
@@ -240,7 +243,7 @@ class MemoryStorage:
         return MemorySource(self, name, data, nbytes)
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
-        """Reading is counted here, so it counts; see `interface.Storage`."""
+        """Say no, so that every read is made and counted; see `interface.Storage`."""
         del ranges
         return False
 

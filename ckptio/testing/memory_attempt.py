@@ -45,7 +45,7 @@ class MemoryAttempt:
         return sink
 
     async def stay(self) -> None:
-        """Nothing: nobody takes a save in memory for dead."""
+        """Do nothing: nobody takes a save in memory for dead."""
 
     async def keep(self, name: str, nbytes: int) -> None:
         """Take over a data file; see `interface.Attempt`."""

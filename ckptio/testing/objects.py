@@ -17,8 +17,8 @@ The names of faults say what became of the request, which is what its sender can
     slow_down      was throttled, and did nothing
     stalled        does nothing, and is never answered
     stalled_after  did what it should, and is never answered
-    short          of a read: fewer bytes came
-    corrupted      of a read: a bit is wrong
+    short          of a read: fewer bytes came; any other request fails as by `before`
+    corrupted      of a read: a bit is wrong; as above
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FaultKind = Literal[
     "short",
     "corrupted",
 ]
-#: Says what happens to a request, if it is anything; or raises, a `Crash` for one.
+#: Says what goes wrong with a request, if anything does; or raises, a `Crash` for example.
 StoreFault = Callable[[Operation], FaultKind | None]
 
 _OF_READS = ("short", "corrupted")

@@ -1,8 +1,8 @@
 """An observer that remembers what it was told.
 
-Events come from the engine's thread; a list's `append` is atomic, so a test may look at
-any moment. What was told is kept whole: a test that wants an order looks at `kinds`, one
-that wants numbers at `of`.
+Events come from threads of the engine and of its callers, at times from two at once; a list's
+`append` is atomic, so a test may look at any moment. What was told is kept whole: a test that
+wants an order looks at `kinds`, one that wants numbers at `of`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ What runs is what runs between machines, down to the protocols; only the sockets
 there. Bytes arrive late and in pieces, by a seed, and in order. A rank can be killed (its
 connections end) or frozen (nothing comes from it and nothing reaches it, and nobody is
 told), and then its own tasks go on like those of a machine behind a cut cable: what they
-end with is nobody's business. One that is deafened has only not read for a while: a step
-holds the interpreter, say.
+end with is nobody's business. A rank that is deafened only does not read for a while, as one
+whose training step holds the interpreter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class MemoryTransport(asyncio.Transport):
 
     Args:
         rng: Draws delays, and where bytes are cut.
-        max_delay_s: The longest delay of a piece, in seconds.
+        max_delay_s: The longest time in seconds from one piece to the next. Pieces arrive one
+            after the other, so that one behind others takes longer.
         joins_pieces: Whether what has piled up arrives as one piece.
 
     Attributes:
@@ -169,7 +170,8 @@ class MemoryRanks:
         hosts: The host of each; one host for all if not given.
         deadlines: How long ranks wait for each other.
         seed: Draws how bytes travel.
-        max_delay_s: The longest delay of a piece of them, in seconds.
+        max_delay_s: The longest time in seconds from one piece of them to the next; see
+            `MemoryTransport`.
         joins_pieces: Whether bytes that have piled up arrive as one piece, as they do from
             a socket whose reader was busy. Else the loop has turns between any two.
 
