@@ -16,7 +16,7 @@ class RanksAwaited(Event):
 
     Attributes:
         phase: What they have to come to.
-        absent: Those that have not come, as far as this rank knows: rank 0 does.
+        absent: Those that have not come. Only rank 0 knows; it is empty on the others.
         waited_s: Seconds so far.
     """
 
@@ -55,8 +55,8 @@ class TierPassedOver(Event):
 class ExchangePlanned(Event):
     """It is decided which rank of a job reads what. Rank 0 says so, for all.
 
-    Nobody does where `exchange` is `"off"`: each rank then reads what it wants and tells
-    nobody.
+    There is no such event where `exchange` is `"off"`: then each rank reads what it wants, and
+    nothing is planned together.
 
     Attributes:
         is_exchanged: Whether ranks pass on what they read; if not, each reads what it wants.

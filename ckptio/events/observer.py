@@ -18,7 +18,7 @@ class Event:
     """Something happened to a checkpoint.
 
     Attributes:
-        path: Path or URL of the checkpoint.
+        path: Path or URL of the checkpoint, or of the directory of steps if it is about those.
         is_trouble: Whether somebody has to hear of it: without an observer, the log has it.
     """
 
@@ -32,8 +32,8 @@ Observer = Callable[[Event], object]
 def notify(observer: Observer | None, event: Event) -> None:
     """Give `event` to `observer`, and log what it raises; without one, log what is trouble.
 
-    On the engine's threads that is whatever it raises: a cancellation or an exit would end a
-    part of a save there, and not the program.
+    On the main thread, a `KeyboardInterrupt` or `SystemExit` is raised, so that the program can
+    end. Elsewhere everything is logged: an exit would end a part of a save, and not the program.
     """
     if observer is None:
         if event.is_trouble:
@@ -44,7 +44,7 @@ def notify(observer: Observer | None, event: Event) -> None:
     except BaseException as error:  # an observer's bug is its own; the save goes on
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise  # the program's, which can end it there
+            raise  # it can end the program there
         _log.exception("the observer raised on %r", event)
 
 

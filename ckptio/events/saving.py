@@ -124,7 +124,10 @@ class CopyEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyQueued(CopyEvent):
-    """A copy waits because `max_tier_copies` are under way already. Nobody waits for it."""
+    """A copy waits because `max_tier_copies` are under way already.
+
+    The checkpoint is committed by then: only who asks for `durable`, or leaves the block, waits.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,7 @@ class CopyCommitted(CopyEvent):
 
     Attributes:
         sent_nbytes: Bytes that this rank sent.
-        elapsed_s: Seconds since it was asked for.
+        elapsed_s: Seconds since the copy was asked for.
     """
 
     sent_nbytes: int

@@ -23,8 +23,8 @@ class DirectIORefused(Event):
 class PinningRefused(Event):
     """The staging pool cannot be pinned for CUDA: copies to and from devices take longer.
 
-    Or it cannot be unpinned at the end, and the process keeps that memory. It is the engine's,
-    and `path` is empty.
+    Or it cannot be unpinned at the end, and the process keeps that memory. The pool belongs to the
+    engine and not to a checkpoint, so `path` is empty.
 
     Attributes:
         reason: What the system answered; and how much memory is kept, if any is.
@@ -84,7 +84,10 @@ class CleanupFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRemoved(Event):
-    """A step was removed: no retention policy keeps it, or `discard_after` was called.
+    """A step was removed from the place where it was stored, `path`.
+
+    No retention policy keeps it, `discard_after` was called, or the second tier has it and
+    `keep_local` does not keep it on the first.
 
     Attributes:
         step: Its step.
@@ -97,7 +100,10 @@ class CheckpointRemoved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionFailed(Event):
-    """It could not be decided which checkpoints under `path` to remove; none was.
+    """Steps under `path` were not looked after to the end; some that are not kept may be there yet.
+
+    It could not be decided which to remove, and then none was. Or the storage did not answer; steps
+    that were removed before that have their events.
 
     Attributes:
         error: Why.
@@ -111,8 +117,8 @@ class RetentionFailed(Event):
 class HigherStepFound(Event):
     """A step was saved, and a higher one is there from before: that is what `load` takes.
 
-    So it is after going back to an earlier step. `Checkpointer.discard_after` removes what
-    the run went back from.
+    This is what happens after going back to an earlier step. `Checkpointer.discard_after`
+    removes the steps that the run went back from.
 
     A load sends it, too, if it takes the highest step of one tier although the other tier has a
     lower step that was saved later.
@@ -129,10 +135,12 @@ class HigherStepFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted(Event):
-    """A run is about to be ended: the next `should_save` asks every rank for the last save.
+    """A run is about to be ended, and ranks have agreed at which step to save last.
+
+    It is the first step about which no rank had asked `should_save` yet.
 
     Attributes:
-        reason: What said so: the name of a signal.
+        reason: What said so: the name of a signal, or what `preempt` was given.
     """
 
     reason: str
