@@ -1,4 +1,4 @@
-"""The options of an engine that a command needs: from the environment, and for stores."""
+"""The configuration of a command: the environment's, with the command's options for stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_for(paths: Sequence[str], storage_options: Sequence[str]) -> Checkpoi
         storage_options: `KEY=VALUE` each.
 
     Raises:
-        ConfigError: One means nothing, or has no effect.
+        ConfigError: One is malformed, or has no effect.
     """
     config = CheckpointConfig.from_env()
     if not storage_options:

@@ -31,7 +31,7 @@ def run(
     storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Compare two checkpoints, and give the exit code: what cannot be read is no difference."""
+    """Compare two checkpoints, and give the exit code; one that cannot be read is an error."""
     from ckptio.conversion.compare import run_diff  # noqa: PLC0415  # imports torch
 
     terminal, names = Terminal(), (shown_url(a), shown_url(b))
@@ -95,12 +95,12 @@ def _document(report: DiffReport) -> Json:
 
 
 def _number(value: float) -> float | str:
-    """Write a number that JSON may not have: infinity, or what is none."""
+    """Write a number for JSON: infinity and NaN, which it does not have, as text."""
     return value if math.isfinite(value) else str(value)
 
 
 def _lines(report: DiffReport, width: int | None) -> Iterator[str]:
-    """Write a line for each name, and one for all."""
+    """Write a line for each name that differs, and a last one with totals."""
     for name in report.only_a:
         yield from fold(["only in A", visible(name)], width, hang="  ")
     for name in report.only_b:

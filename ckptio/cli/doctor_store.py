@@ -1,8 +1,8 @@
 """What the object store at a URL can do, and what dead saves left there.
 
 Everything is tried under a prefix that is made for it and emptied again. Each check says
-what it saw; what a store answers is repeated as the store's own words, which hold nothing
-secret.
+what it saw, and repeats what the store answered. Stores keep secrets out of the texts of their
+errors, so that nothing secret is shown.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ async def look_at_store(url: str, config: CheckpointConfig) -> tuple[list[Findin
     # somebody waits for this: a store that is not there is not asked for minutes
     config = dataclasses.replace(config, max_retries=min(config.max_retries, _MAX_RETRIES))
     async with open_stores(config, "ckptio-doctor") as (_, stores):
-        place = await open_place(stores, url, config, _nobody)
+        place = await open_place(stores, url, config, _ignore)
         return await _Probe(place).findings(), await find_dead_objects(place)
 
 
-def _nobody(event: Event) -> None:
-    """Nobody is told of a further try."""
+def _ignore(event: Event) -> None:
+    """Tell nobody that a request is tried once more."""
 
 
 async def find_dead_objects(place: Place) -> list[Leftover]:
-    """Look for what saves left that ended without a commit, at and below a URL.
+    """Look at and below a URL for what saves left that ended without a commit.
 
     Raises:
         StorageError: Something cannot be listed.

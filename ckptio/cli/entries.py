@@ -33,13 +33,13 @@ class Entry:
 
     Attributes:
         name: Its fully qualified name.
-        label: The part of the name that its container does not have.
-        depth: Containers around it.
+        label: The last part of the name, which its container does not have.
+        depth: How many containers are around it.
         kind: What is there.
         dtype: Element type; torch's name of it, numpy's for an array.
         shape: Shape.
         nbytes: Bytes of the tensor, whether it is stored here or elsewhere.
-        index: The stored tensor.
+        index: Which stored tensor it is, in the manifest's table; `None` for a value.
         tied_to: Name of the place that has the stored tensor, if that is not this one.
         is_view: Whether this is a part of what it is tied to, or another view of it.
         node: What the tree has here.
@@ -59,7 +59,7 @@ class Entry:
 
 
 def read_entries(manifest: Manifest, keep: Predicate | None) -> Iterator[Entry]:
-    """List the places of a state in their order, each behind its containers.
+    """List the places of a state in their order, each after the containers it is in.
 
     Args:
         manifest: A parsed manifest.
@@ -115,7 +115,7 @@ class _Walk:
         """List all places.
 
         Raises:
-            FormatError: The tree has a key that is none.
+            FormatError: The tree has a key that no save writes.
         """
         self._find_owners("", self._tree)
         yield from self._visit("", None, self._tree, 0)

@@ -108,7 +108,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 def is_foreign(found: Found) -> bool:
     """Whether the manifest of a directory is another program's: the name is a common one.
 
-    It may be a link, as none of ours is.
+    A link is followed: a manifest of ours is none, but another program's may be one.
     """
     if found.ours:
         return False

@@ -1,4 +1,4 @@
-"""Which kind of file system a path is on. Without the extra `cli`: benches say it, too."""
+"""Which kind of file system a path is on. Needs nothing of the extra `cli`: benches use it, too."""
 
 from __future__ import annotations
 

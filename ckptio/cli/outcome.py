@@ -1,4 +1,4 @@
-"""From what happened to a word, a line of text and an exit code."""
+"""What an error means to a command: the state of a checkpoint, a line of text, an exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINE = 0
 DAMAGED = 1
 FAILED = 2
 
-#: What errors call options in Python; they are called otherwise here. Names of directories are not.
+#: Keyword arguments as errors name them, such as `overwrite=True`; not parts of directory names.
 _OPTIONS = re.compile(
     r"(?<![^\s(])(?:(?P<on>overwrite)=True|(?P<of>to)=(?:'(?P<value>\w+)')?"
     r"|(?P<name>select|strip|dtype)=|(?P<long>drop_values|max_shard_nbytes)(?:=|\b))"
@@ -33,8 +33,8 @@ _OPTIONS = re.compile(
 def state_of(error: CheckpointError) -> State:
     """Say what an error means for a checkpoint.
 
-    A format of a newer version, or of another program, is no damage: nothing is wrong but the
-    reader.
+    A format of a newer version, or of another program, is no damage: only this reader does not know
+    it.
     """
     if isinstance(error, CheckpointNotFoundError):
         return "missing"
@@ -45,9 +45,9 @@ def state_of(error: CheckpointError) -> State:
 
 
 def explain(error: CheckpointError) -> str:
-    """Give an error's text without errno and path, which stand before it anyway.
+    """Give an error's text without errno and path: callers print the path before it.
 
-    What it says to pass in Python is said as the command line has it.
+    Python's keyword arguments in it become options of the command line, as `overwrite=True` does.
     """
     text = error.message if isinstance(error, StorageError) else str(error)
     return _OPTIONS.sub(_flag, text)

@@ -28,14 +28,14 @@ class Owed:
     to: str | None
 
     def __str__(self) -> str:
-        """Say it in words, which may not be printable."""
+        """Say it in words, not all of which need be printable: see `text.visible`."""
         return "copy owed" if self.to is None else f"copy owed to {self.to}"
 
 
 async def read_owed(storage: Storage, save_id: str) -> Owed | None:
     """Say where the checkpoint of a save is still to be copied to; `None` if it is not.
 
-    Where nobody can tell, it counts as owed: whoever asks is about to remove it, perhaps.
+    Where that cannot be found out, it counts as owed: `prune` would remove it otherwise.
     """
     try:
         data = await storage.read_note(save_id)

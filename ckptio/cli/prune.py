@@ -1,8 +1,8 @@
 """`ckptio prune`: remove the steps of a run that nobody wants to keep.
 
 A step whose copy to a second tier is owed is the only one there is, whoever else may have
-seen it: it stays, as it does when a `Checkpointer` looks after the run. A note is older
-than the commit, so that a step without one will not get one.
+seen it: it stays, as it does when a `Checkpointer` looks after the run. The note that says so
+is written before the commit, so that a committed step without one never gets one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Pruning:
 
     @property
     def has_failed(self) -> bool:
-        """Whether something is there that should not be."""
+        """Whether something that should have been removed may still be there."""
         return bool(self._leftovers) or any(removal.error for removal in self._removals)
 
     async def run(self, policy: KeepAny, config: CheckpointConfig) -> None:
@@ -197,7 +197,7 @@ class _Pruning:
         """Take note of what became of some steps.
 
         Raises:
-            StorageError: The storage did not answer: nor will it for those behind.
+            StorageError: The storage did not answer: nor will it for the steps that come next.
         """
         self._owed += [
             (s, end) for s, end in zip(steps, ends, strict=True) if isinstance(end, Owed)

@@ -1,4 +1,4 @@
-"""What `ls` says of each place: read from directories one by one, from a store many at once."""
+"""What `ls` says of each place: directories are read a few at a time, and a store many at once."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 #: Directories that are read at a time; each has its manifest in memory.
 _MAX_AT_ONCE = 4
-_LONG = 10  # manifests; fewer are read before a line of progress could be read
+_LONG = 10  # manifests; so few are read before anybody could look at a line of progress
 _MAX_TRIES = 10  # where steps come and go faster than they are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the list, and an object of the JSON document. `None` is not known.
+    """A line of the list, and an object of the JSON document. `None` is what is not known.
 
     Attributes:
         path: Directory, relative to the root.
@@ -83,8 +83,9 @@ def read_rows(
 ) -> list[Row]:
     """Describe what is at and below a directory or URL; not what other programs have there.
 
-    A step that goes meanwhile mostly goes for one that was committed behind the look at it: of a
-    run that keeps one step, neither would be seen. So all are listed once more then.
+    A step that is removed between the listing and the look at it has mostly made room for a newer
+    one, which was committed too late to be listed: of a run that keeps one step, neither would be
+    shown. So everything is listed once more then.
 
     Raises:
         ConfigError: The root is none, or there is no way to it.
@@ -101,7 +102,7 @@ def read_rows(
 def _read(
     root: str, config: CheckpointConfig, terminal: Terminal, *, depth: int, hidden: bool
 ) -> list[Row]:
-    """Do it once. What was removed behind the look at it is missing."""
+    """Do it once. What was removed since it was listed has the state `missing`."""
     url = remote_url(root)
     top = url or absolute(local_path(root))
     listed = [] if url else find_checkpoints(top, depth=depth, hidden=hidden)
@@ -121,7 +122,7 @@ def _read(
         with progress if len(found) > _LONG else contextlib.nullcontext() as advance:
 
             async def rows(context: EngineContext) -> list[Row]:
-                # in one call: of thousands, each would take a way to the loop
+                # all in one call: one for each of thousands would take as many trips to the loop
                 describe = functools.partial(_row, core, context)
                 return await _described(describe, [*found.items()], _MAX_AT_ONCE, advance)
 

@@ -23,11 +23,11 @@ from ckptio.cli.text import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-#: Takes how much is done, and of how much.
+#: Takes how much is done, and how much there is to do in all.
 Advance = Callable[[int, int], None]
 _BATCH = 512
-#: What a URL must not hold, and what nobody else should see who reads a log.
-#: Up to the last such sign before a slash: whoever typed it may have forgotten to quote one.
+#: Credentials in a URL, which must not get into anybody's log. They end at the last `@` before
+#: a slash: whoever typed them may have forgotten to quote one in the password.
 _CREDENTIALS = re.compile(r"""://[^/\s"']*@""")
 
 
@@ -84,7 +84,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def _piped(self) -> Iterator[None]:
-        """Write if somebody reads; notice if nobody does any more."""
+        """Let a block write; if the reader of the pipe went away, take note of that instead."""
         try:
             yield
         except BrokenPipeError:

@@ -30,7 +30,8 @@ _ELLIPSIS = "..."
 def short_json(node: Json, limit: int) -> str:
     """Write a node of a tree in at most about `limit` characters.
 
-    What is longer ends in an ellipsis, and in how many items or characters there are.
+    What is longer ends in an ellipsis, and in how many items or characters there are. Never fails:
+    of a tree that is nested too deep, the ellipsis is all that is written.
     """
     try:
         value = plain(node)
@@ -60,7 +61,10 @@ def _num_items(node: Json) -> int | None:
 def plain(node: Json) -> Json:
     """Turn tagged JSON into plain JSON of the same meaning, as far as it goes.
 
-    What is not understood stays as it is: this is for reading, and never fails.
+    What is not understood stays as it is: this is for people to read, and damage is no error here.
+
+    Raises:
+        RecursionError: It is nested deeper than anything that a save writes.
     """
     if type(node) is list:
         return [plain(item) for item in node[:_MAX_ITEMS]]

@@ -32,7 +32,7 @@ def judge(path: str, error: CheckpointError, config: CheckpointConfig) -> tuple[
 
 
 def _is_of_another(path: str, config: CheckpointConfig) -> bool:
-    """Whether there is a manifest and nothing of ours, as `ls` sees it; not if nobody says."""
+    """Whether a manifest is another program's, as `ls` judges it; no if that is not known."""
     url = remote_url(path)
     with contextlib.suppress(CheckpointError, OSError):
         if url is None:
