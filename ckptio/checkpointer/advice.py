@@ -15,10 +15,11 @@ _DAMAGED = (CorruptionError, FormatError)
 
 
 class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as a function
-    """A block whose error, if it says that a step is damaged, gets notes of what to do.
+    """A block that adds notes of what to do to an error that says that a step is damaged.
 
     Args:
-        steps: What there was to load from, lowest first; nothing if a step was asked for.
+        steps: The committed steps that are known, lowest first, of which the highest is loaded;
+            empty if the caller named the step.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -38,7 +39,11 @@ class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as 
 
 
 def missing(steps: Sequence[int]) -> str:
-    """Say which committed steps there are, lowest first, where one was asked for that is none."""
+    """Say which committed steps there are, for the error about one that is not there.
+
+    Args:
+        steps: The committed steps, lowest first.
+    """
     if not steps:
         return "the run has no committed step"
     shown = steps[-_NUM_SHOWN:]

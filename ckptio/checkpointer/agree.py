@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 
 
 async def meet(key: str, message: list[Any], context: EngineContext) -> None:
-    """Check that ranks want the same.
+    """Check that all ranks make the checkpointer alike.
+
+    Args:
+        key: Names the session; the same on all ranks.
+        message: What has to be equal; first of all the path, which errors name.
+        context: The engine.
 
     Raises:
-        RankError: They do not.
+        RankError: It is not equal.
     """
     if context.ranks.world_size == 1:
         return
@@ -41,7 +46,7 @@ async def meet(key: str, message: list[Any], context: EngineContext) -> None:
 async def agreed_records(
     key: str, context: EngineContext, read: Callable[[], Awaitable[Sequence[StepRecord]]]
 ) -> list[StepRecord]:
-    """Read what is known of the committed steps; rank 0, for all."""
+    """Have rank 0 read the records of the committed steps, and give them to all ranks."""
 
     async def decide(messages: Sequence[Any]) -> Same:
         del messages
@@ -73,17 +78,17 @@ async def agreed_steps(
     *,
     acts: bool = False,
 ) -> list[int]:
-    """List some steps, or do something with them and list those; rank 0, for all.
+    """Have rank 0 list some steps, or change some and list those, and give them to all ranks.
 
     Args:
-        key: Of the question.
+        key: Names the session; the same on all ranks.
         context: The engine.
-        call: What is asked, in words that are equal for equal questions alone.
-        read: Asked on rank 0, once all ranks are known to want the same.
-        acts: Whether it does something.
+        call: What this rank calls, in words that are equal on two ranks if their calls are.
+        read: Gives the steps. Called on rank 0 alone, when all ranks are known to call the same.
+        acts: Whether `read` changes anything.
 
     Raises:
-        RankError: They do not.
+        RankError: Ranks call different things; or `read` failed, where there are several.
     """
 
     async def decide(messages: Sequence[Any]) -> Same:

@@ -1,28 +1,29 @@
-"""Whether a run is to end, and when its loop is to hear of that: not before it can save.
+"""Whether a run is to end, and when its loop is told: not before it can save.
 
-A loop that asks `should_save` is told to save last, and then to end. One that decides itself when
-to save, on one rank, never asks; all that it does is to look at `preempted`, and what it does then
-is not known here:
+A signal, or `preempt`, is the call for the last save. A loop that asks `should_save` hears there at
+which step to save last, and from then on `preempted` is true. A loop that decides by itself when to
+save (only where there is one rank) never asks: all that it does is to look at `preempted`, and what
+it does next is not known here. It may be any of these:
 
-    if preempted: save, leave          one look a step: the one that says yes has to come soon
-    if due or preempted: save          two looks a step: the first of them has to say yes
-    if preempted: leave
-    while not preempted: ...           and perhaps a save behind the loop
+    if preempted: save, leave          one look a step
+    if due or preempted: save          two looks a step: the first has to say yes, as only that
+    if preempted: leave                one leads to a save
+    while not preempted: ...           one look a step, and perhaps a save after the loop
 
-So the first look after the call says yes. The one right behind a save does not: the same step
-would be saved twice; the next one does, whatever was saved. To wait for a save was rejected: the
-first of these would not end. A loop that leaves then and saves nothing more is not told in time,
-whatever is done here; the log says so. So is one that looks twice a step where the signal comes
-between the two.
+So the first look after the call says yes, unless it comes right after a save, where a yes would
+have the same step saved twice; then the next look does, whatever was saved. To say yes only after
+another save was rejected: the first of these loops would never end. A loop of the second kind whose
+signal comes between its two looks leaves without a save, and so does one of the last kind without a
+save after it. Nothing can be done about that here; the log says so.
 
-One that has saved nothing here yet, as it was just resumed, may be about to ask, once a step. So it
-is told at the third look after the call, with no question between: at the first that saves of the
-two looks a step, too.
+A loop that has saved nothing here yet, such as one that was just resumed, may still be about to ask
+`should_save`, once a step. So it is told at the third look after the call, if it has not asked by
+then; with two looks a step that is the first one of a step, too, which leads to a save.
 """
 
 from __future__ import annotations
 
-#: Looks after the call in which a loop that has saved nothing yet does not ask.
+#: So many looks after the call get a no in a loop that has saved nothing yet: it may still ask.
 _NUM_SILENT_LOOKS = 2
 
 
@@ -30,11 +31,11 @@ class Ending:
     """What is known of the end of a run.
 
     Attributes:
-        is_alone: Whether no other rank has to save the same step.
+        is_alone: Whether there is one rank: no other has to save the same step.
         is_called: Whether there was a call for the last save, on any rank.
         is_asked_for: Whether the loop has called `should_save`.
-        is_told: Whether the loop has been told.
-        reason: Of the call.
+        is_told: Whether the loop has been told that the run is to end.
+        reason: Why the last save was called for.
     """
 
     def __init__(self) -> None:
@@ -43,11 +44,11 @@ class Ending:
         self.is_asked_for = False
         self.is_told = False
         self.reason = ""
-        self._saved: int | None = None
-        self._is_right_after_save = False
-        self._num_silent = 0  # looks since the call, of a loop that has saved nothing
-        self._num_looks = 0  # others since the call
-        self._has_saved_since = False
+        self._saved: int | None = None  # the step whose save was started last
+        self._is_right_after_save = False  # no look since the last save was started
+        self._num_silent = 0  # looks since the call before which nothing had been saved
+        self._num_looks = 0  # the other looks since the call
+        self._has_saved_since = False  # whether a save was started since the call
 
     def call(self, reason: str) -> None:
         """Take note of the call; of the first one, if there are more."""
@@ -79,7 +80,7 @@ class Ending:
         return self.is_told
 
     def loss(self) -> str | None:
-        """Say what a loop of its own has left unsaved, though it was told; `None` if it has not."""
+        """Say what a loop that never asks has left unsaved after it was told; `None` if nothing."""
         if not self.is_told or self.is_asked_for or self._has_saved_since:
             return None
         last = "none was" if self._saved is None else f"the last step saved is {self._saved}"

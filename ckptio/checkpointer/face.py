@@ -1,6 +1,6 @@
 """`Checkpointer`: a run's steps side by side, for async code.
 
-What it does is in `core`, which `blocking` has for classic loops: here are names and documentation.
+Names and documentation are here. What they do is in `core`, on which `blocking` is built, too.
 """
 
 from __future__ import annotations
@@ -217,8 +217,10 @@ class Checkpointer(Finding):
         ranks agree on a time or a signal.
 
         `SaveEvery(steps=)` is due if the step's number has reached or passed a multiple since the
-        step that was saved or loaded last here; if there is none, since the highest step that
-        `latest`, `steps` or `records` returned and that is not above the first step asked for.
+        step that was saved last here, or that the run was loaded from; if there is none, since the
+        highest step that `latest`, `steps` or `records` returned and that is not above the first
+        step asked for. A step that is loaded later counts only if the run goes on from it: if the
+        next step asked for is not above the one that counted until then.
 
         Args:
             step: The step that was just completed.
@@ -316,7 +318,7 @@ class Checkpointer(Finding):
 
 
 async def _all_done(futures: list[asyncio.Future[Any]]) -> None:
-    """Wait for all, and look at how they ended."""
+    """Wait for all; their errors count as seen, so that asyncio does not log them."""
     for future in futures:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
     if futures:

@@ -1,7 +1,8 @@
 """One loop over the new steps of a run, as an evaluation beside the trainer has it.
 
-Steps are known by their saves, not by their numbers alone: a run that goes back to step 800 saves
-step 900 once more, and that is another one. Nothing is held between two looks.
+Steps are told apart by their saves, not by their numbers alone: a run that goes back to step 800
+saves step 900 once more, and that is another one. No task, file or thread is held between two
+looks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Save(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What a look found.
+    """What one look at the tiers has found.
 
     Attributes:
         step: The newest step.
@@ -49,10 +50,10 @@ class _Look(NamedTuple):
     step: int
     saves: tuple[_Save | None, ...]
 
-    def given(self) -> set[tuple[int, str]]:
-        """Give what it has been given with, to whoever was given it.
+    def saves_of_step(self) -> set[tuple[int, str]]:
+        """Give step and save id of each save that is there: what tells whether it is a new one.
 
-        A damaged save counts only where no tier has a whole one, which is read then.
+        A damaged one (its id is empty) counts only where no tier has a whole one to load.
         """
         ids = {save.save_id for save in self.saves if save is not None}
         return {(self.step, save_id) for save_id in ids - {""} or ids}
@@ -89,17 +90,18 @@ class Following:
         self._poll_s = poll_s
         self._timeout_s = timeout_s
         self._left_s = timeout_s
-        self._asker: int | None = None  # who waits for the next step
-        self._seen: set[tuple[int, str]] = set()
-        self._last: _Look | None = None
-        self._looked: _Look | None = None  # the look that was not told of yet
+        self._asker: int | None = None  # the task or thread that waits for the next step
+        self._seen: set[tuple[int, str]] = set()  # `saves_of_step` of all looks that were taken
+        self._last: _Look | None = None  # the last look that was taken
+        self._looked: _Look | None = None  # the newest look, which may not be taken yet
 
     @contextlib.contextmanager
     def asked_by(self, who: int) -> Iterator[None]:
-        """Let one at a time ask for the next step: two would count their pauses, and looks, as one.
+        """Let only one ask at a time: the pauses and looks of two would be counted as those of one.
 
         Args:
-            who: Identifies a task or a thread. The same one may ask again, as a signal's handler.
+            who: Identifies a task or a thread. The same one may ask again while it asks, as a
+                signal's handler does that interrupts it.
 
         Raises:
             ConfigError: Another one asks.
@@ -116,19 +118,19 @@ class Following:
             self._asker = before
 
     def take(self, found: Sequence[int]) -> Sequence[int]:
-        """Take note of what all ranks were told, and say when to look again; gives it.
+        """Take note that all ranks were told of a look, and set `pause_s`. Gives what was found.
 
-        What a look found whose caller was cancelled is found again.
+        It is not called for a look whose caller was cancelled, so that the next one finds the same.
         """
         if self._looked is not None:
             self._last = self._looked
-            self._seen |= self._looked.given()
+            self._seen |= self._looked.saves_of_step()
         self._after = -1
         self._count(found)
         return found
 
     def _count(self, found: Sequence[int]) -> None:
-        """Say when to look again."""
+        """Set `pause_s`: at once after a step, after a pause where there was none, or never."""
         if found:
             self.pause_s, self._left_s = 0.0, self._timeout_s
         elif self._left_s is None:
@@ -138,10 +140,10 @@ class Following:
             self._left_s -= self.pause_s or 0.0
 
     def paused(self, slept_s: float) -> None:
-        """Take note of a pause, or a part of one: what is left of it is what is waited for next.
+        """Take note of a pause, or of a part of one: the next pause is what is left of it.
 
-        So a look comes however soon callers give up, and one that was cancelled is made again
-        without a pause.
+        So a look comes in the end, however soon each caller gives up; and a look that was cancelled
+        is made again without a pause.
         """
         self.pause_s = max(0.0, (self.pause_s or 0.0) - slept_s)
 
@@ -161,22 +163,22 @@ class Following:
     async def new(self, newest: Sequence[int], tiers: Sequence[Keeper]) -> Sequence[int]:
         """Give the newest step if a tier has a save of it that was not seen before. On rank 0.
 
-        Of what has not changed since the last look, no manifest is read. One whose manifest is
-        damaged is given once: whoever loads it is told. Tiers have two saves of a step where it
-        was saved again on another machine, say. Which of them is loaded is not asked: the one
-        that comes later is the one that is saved again.
+        Manifests that have not changed since the last look are not read. A step with a damaged
+        manifest is given once: whoever loads it gets the error. The tiers may have two different
+        saves of a step, if it was saved again on another machine. Which of them a load takes is not
+        asked here: the one that was not seen before is the one that was saved again.
 
         Args:
             newest: The highest committed step, if there is one.
             tiers: Where it may be.
 
         Raises:
-            StorageError: It cannot be told.
+            StorageError: A tier cannot be read.
         """
         self._looked = await self._look(newest[0], tiers) if newest else None
         if self._looked is None:
             return ()
-        is_new = not self._looked.given() <= self._seen
+        is_new = not self._looked.saves_of_step() <= self._seen
         return newest if is_new and self._looked.step > self._after else ()
 
     async def _look(self, step: int, tiers: Sequence[Keeper]) -> _Look:
@@ -196,7 +198,7 @@ async def _save_of(step: int, keeper: Keeper, known: _Save | None) -> _Save | No
         known: What it had at the last look.
 
     Raises:
-        StorageError: It cannot be told.
+        StorageError: The tier cannot be read.
     """
     name = step_name(step)
     versions = [item.version for item in await keeper.root.look([name], is_step)]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 #: Steps that are removed at a time. An engine has four threads for this and for what saves ask of
-#: a file system, and a save that begins meanwhile finds one free.
+#: a file system: so a save that begins meanwhile finds one free.
 MAX_REMOVALS = 3
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
@@ -58,7 +58,9 @@ class Removal:
 
 
 class Keeper:
-    """The steps under a root. One task at a time.
+    """The steps under a root.
+
+    Several tasks of one loop may use it at once: each works with what it listed itself.
 
     Args:
         root: Where they are.
@@ -83,7 +85,7 @@ class Keeper:
 
     @property
     def known(self) -> list[StepRecord]:
-        """What `records` or `plan` read last, in any order."""
+        """What `records` or `plan` read last, whichever task called it; in any order."""
         return [record for _, record, _ in self._known.values()]
 
     async def find(self, *, aside: bool = False) -> list[Found]:
@@ -98,7 +100,7 @@ class Keeper:
         return await self.root.find(is_step, aside=aside)
 
     async def listed(self) -> set[int]:
-        """List what has the name of a step, committed or not; looks at none.
+        """List what has the name of a step, committed or not, by its name alone.
 
         Raises:
             StorageError: It cannot be listed.
@@ -130,11 +132,12 @@ class Keeper:
     ) -> list[int]:
         """List the highest committed steps, lowest first.
 
-        From the highest name down, so that no more is looked at than has to be. A step may have
-        been committed right after the look at it, and the one before it have gone for that, before
-        the look at that one: what is found then is much older than what was there all the time.
-        So names above the highest that is found are looked at once more, lowest first: what goes
-        meanwhile goes for one that is looked at later. That ends when no name is new, either.
+        Names are looked at from the highest down, so that no more is looked at than has to be. But
+        the run goes on meanwhile: it may commit a step just after the look at it, and remove the
+        one before just ahead of the look at that. What is found then is much older than the newest
+        step there was at any moment. So names above the highest that was found are looked at once
+        more, lowest first: what is removed meanwhile made room for one that is looked at later.
+        That ends when nothing more is found and no name is new.
 
         Args:
             count: How many, at the most.
@@ -189,7 +192,7 @@ class Keeper:
         return sorted(known)
 
     async def unread(self, found: Sequence[Found]) -> list[int]:
-        """List the steps that were found and have no record, and are there yet, lowest first.
+        """List the steps that were found, have no record, and are still there, lowest first.
 
         Args:
             found: What `find` gave, and `plan` was asked about last.
@@ -290,13 +293,14 @@ class Keeper:
     async def remove(self, step: int, save_id: str | None = None) -> Removal:
         """Remove a step. A failure is an event, not an error.
 
-        A cancellation is raised when it has gone and the event was sent; or ten seconds later,
-        where a store does not answer. What is left of it then is what a kill leaves. (A thread
-        that removes files cannot be cut off, and is waited for.)
+        If this is cancelled, it first removes the step and sends the event; in a store that does
+        not answer, it gives up after ten seconds, and leaves what a killed process would leave.
+        (A thread that removes files cannot be cut off, and is waited for.)
 
         Args:
             step: Its number.
-            save_id: The save that `plan` has seen there: another one stays. Any if not given.
+            save_id: The save that `plan` has seen there: a step that was saved again since stays.
+                Any if not given.
         """
         grace_s = None if isinstance(self.root, LocalRoot) else GRACE_S
         return await shielded(self._remove(step, save_id), grace_s=grace_s)
@@ -321,8 +325,8 @@ class Keeper:
     def sweep_pause_s(self, quiet_s: float) -> float:
         """Say after how many seconds another sweep is worth what it costs.
 
-        Nothing is due sooner than it takes to be quiet; and in an object store, where every
-        step is looked at by a request, an hour at least.
+        As long as a leftover has to be quiet; in an object store, where each step costs a request,
+        an hour at least.
         """
         return quiet_s if isinstance(self.root, LocalRoot) else max(quiet_s, QUIET_S)
 
@@ -346,7 +350,7 @@ class Keeper:
 
 
 def _record_of(name: str, manifest: bytes) -> tuple[StepRecord, int]:
-    """Read the record of what is called as a step is; see `record_of`."""
+    """Read the record of a step from its name and manifest; see `record_of`."""
     step = parse_name(name)
     assert step is not None  # noqa: S101  # only steps are looked for
     return record_of(step, manifest)

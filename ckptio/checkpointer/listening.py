@@ -1,9 +1,10 @@
-"""Hear calls for a checkpointer, and keep it no longer than somebody has it.
+"""Listen to calls for the last save, without keeping the checkpointer alive.
 
-What listens has no end of its own, and the loop that runs it keeps it. Had it the checkpointer,
-one that nobody leaves, as that of a notebook's cell which is run again, would stay with its
-engine, threads and descriptors, until the program ends. One that takes signals over stays: their
-handlers have it.
+The task that listens ends only with the run, and the engine's loop refers to it. If it referred to
+the checkpointer, one whose block is never left, as in a notebook cell that is run again, would keep
+its engine, threads and descriptors until the program ends. So it has a weak reference, and is
+stopped when the checkpointer is collected. (One that takes signals over is never collected before
+its end: the handlers refer to it.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Listener:
     """Listens on the engine's loop, until the last save is called for or the engine closes.
 
     Args:
-        core: Of whom; it is not kept.
+        core: Whose calls these are; referred to weakly.
     """
 
     def __init__(self, core: CheckpointerCore) -> None:
@@ -43,7 +44,7 @@ class Listener:
             core.stopped(stop)
 
     def start(self, engine: EngineCore, stops: Stops) -> Running[None]:
-        """Begin to listen; it ends with the checkpointer, if nobody leaves that."""
+        """Begin to listen. Ends when the checkpointer is collected, if it is never left."""
         running = Running[None](is_endless=True)
         listen = functools.partial(self._listen, stops)
         engine.submit(listen, "watch for calls", running)
@@ -53,7 +54,7 @@ class Listener:
         return running
 
     async def _listen(self, stops: Stops, context: EngineContext) -> None:
-        """Hear calls; after the one for the last save, have its deadline seen to."""
+        """Listen until the last save is called for; then hold it to its deadline."""
         await stops.watch(context.ranks)
         core = self._core()
         if core is not None:

@@ -2,8 +2,8 @@
 
 A loop that waits for `staged` alone hears of no failed commit. The log does; but a state on which
 ranks disagree is refused at each step, and a full disk stays full. So whoever saves next is told:
-at once of what will be refused again, and of anything else when it is the third in a row. To tell
-of each at once was rejected: a store that fails for a minute is no reason to end a run.
+at once of what will be refused again, and of anything else when it is the third in a row. To raise
+each failure at once was rejected: a store that fails for a minute is no reason to end a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_IN_A_ROW = 3
 
 
 class Losses:
-    """Saves that failed since the last one that was committed."""
+    """Failed saves that nobody has seen, since one was committed or the failure of one was seen."""
 
     def __init__(self) -> None:
         self._counted: weakref.WeakSet[SaveMoments] = weakref.WeakSet()
@@ -33,7 +33,8 @@ class Losses:
         """Take note of how saves have ended.
 
         Args:
-            saves: Steps and their saves, as they began; each before it is forgotten.
+            saves: Steps and their saves, in the order in which they began. Each has to be among
+                them in some call after its end.
         """
         for step, save in saves:
             if not save.committed.done() or save in self._counted:
@@ -46,10 +47,11 @@ class Losses:
         self._failed = [(step, save) for step, save in self._failed if not save.is_settled()]
 
     def check(self) -> None:
-        """Look at what was noted, before another save begins.
+        """Raise if the run must not go on as it does; called before another save begins.
 
         Raises:
-            BaseException: How one of them failed, with a note; all are seen then.
+            BaseException: The error of one of the failed saves, with a note that names the others.
+                All of them count as seen then.
         """
         failed = list(self._failed)  # a signal's handler that saves may see them all meanwhile
         again = [each for each in failed if _comes_again(each[1].committed.error())]
@@ -68,7 +70,10 @@ class Losses:
 
 
 def _comes_again(error: BaseException | None) -> bool:
-    """Whether it is the state that was refused, and neither a store nor a plan of before."""
+    """Whether the next save would be refused as well: because of the state, not of a storage.
+
+    A plan of an earlier save that no longer fits is made anew, and does not count.
+    """
     if isinstance(error, RankError):
         return error.was_caused_by(PlanError)
     return isinstance(error, PlanError) and not isinstance(error, StalePlanError)

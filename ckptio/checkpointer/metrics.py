@@ -1,4 +1,4 @@
-"""What is measured of a run's steps, and what a policy wants to be."""
+"""Which metrics the steps of a run have, and which of them a policy asks for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def metrics_in(records: Iterable[StepRecord]) -> list[str]:
 def unmeasured(policy: Retention, records: Iterable[StepRecord]) -> list[str]:
     """Name the metrics of which a policy keeps the best, and that no step has.
 
-    Mostly mistyped ones; the policy keeps everything as long as that is so.
+    They are mostly mistyped; as long as a metric is missing, the policy keeps everything.
     """
     parts = policy.policies if isinstance(policy, KeepAny) else (policy,)
     measured = metrics_in(records)
@@ -32,7 +32,10 @@ def unmeasured(policy: Retention, records: Iterable[StepRecord]) -> list[str]:
 
 
 def warn_of_unmeasured(policy: Retention, records: Collection[StepRecord], path: str) -> bool:
-    """Say that all steps of a run are kept, as none has the metric that decides; or say nothing."""
+    """Warn if all steps of a run are kept because none has the metric that decides.
+
+    Says nothing as long as no step has any metric. Returns whether it has warned.
+    """
     measured = metrics_in(records)
     missing = unmeasured(policy, records) if measured else []
     if missing:

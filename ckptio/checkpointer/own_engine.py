@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Engine(Protocol):
-    """What the engines of both faces are made of."""
+    """How the engines of both faces are made."""
 
     def __init__(
         self, config: CheckpointConfig | None, *, observer: Observer | None, ranks: RanksLike
@@ -38,15 +38,15 @@ def engine_for(
 
     Args:
         given: What was given; `None` if nothing was.
-        kind: What it has to be.
-        name: How to call that.
-        config: Of an engine of its own, as the others.
+        kind: The class that it has to be of.
+        name: The public name of that class, for the error.
+        config: For an engine that is made here, as are the next two.
         observer: As above.
         ranks: As above.
 
     Raises:
-        ConfigError: It is another thing, as the engine of the other face; or options of an
-            engine come with one, and would have no effect.
+        ConfigError: What was given is something else, such as the engine of the other face; or
+            options come with it, which would have no effect.
     """
     if given is None:
         return kind(config, observer=observer, ranks=ranks)

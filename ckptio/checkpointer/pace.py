@@ -1,13 +1,14 @@
 """At which steps a run saves, counted from the one that it goes on from.
 
-Steps that are known to be committed when the run begins count as saved: those that it loads,
-or else the highest of those that were listed before and is not above the first step asked for.
-Above it they are of a run that went back, by other means than `Checkpointer.load`, so that no
-save is left out on their account. What was never listed is not known: at worst a save too many.
+A step that was committed before the run begins counts as saved: the one that it loads last, or
+else the highest of those that were listed and are not above the first step asked for. Those above
+it are of a run that was taken back by other means than `Checkpointer.load`, and keep this one from
+no save. What was never listed is not known: at worst that makes one save too many.
 
-A run that goes back later is known by what it discards, or by the first step asked for after
-loads: if that is not above the last one that counted, the highest of those that were loaded, and
-are not above it, counts. What else was loaded was only looked at.
+Once the run has begun, it may load a step only to look at it, or to go back to it. It has gone back
+if it discards steps, or if the first step that it asks for after a load is not above the last one
+that counted. Then the highest step that was loaded since, and is not above the one asked for,
+counts instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """The steps of a run. Alike on all ranks, as what it is told is.
+    """The steps of a run. The same on all ranks, since all are told the same.
 
     Args:
         every: When to save; never by itself if not given.
@@ -30,13 +31,13 @@ class Pace:
     def __init__(self, every: SaveEvery | None) -> None:
         self._every = every
         self._last: int | None = None  # saved or loaded last, or found when the run began
-        self._seen: frozenset[int] = frozenset()  # loaded since the last question
-        self._found: frozenset[int] = frozenset()
+        self._loaded: frozenset[int] = frozenset()  # since a step was last saved or asked for
+        self._found: frozenset[int] = frozenset()  # listed as committed, before a step counts
         self._has_begun = False  # whether a step was saved or asked for
 
     def found(self, steps: Collection[int]) -> None:
         """Note committed steps."""
-        if self._last is None:  # else nobody asks for them any more
+        if self._last is None:  # otherwise they are not needed any more
             self._found |= frozenset(steps)
 
     def discarded(self, after: int) -> None:
@@ -48,21 +49,21 @@ class Pace:
     def loaded(self, step: int) -> None:
         """Note that a step was loaded; once the run has begun, mostly to be looked at."""
         if self._has_begun:
-            self._seen |= {step}
+            self._loaded |= {step}
         else:
             self._last = step
 
     def saved(self, step: int) -> None:
         """Note that a step's save has begun."""
         self._has_begun = True
-        self._last, self._seen = step, frozenset()
+        self._last, self._loaded = step, frozenset()
 
     def is_due(self, step: int) -> bool:
         """Whether to save a step because of its number."""
         self._has_begun = True
         if self._last is None:
             self._last = max((found for found in self._found if found <= step), default=0)
-        seen, self._seen = [seen for seen in self._seen if seen <= step], frozenset()
-        if seen and step <= self._last:
-            self._last = max(seen)
+        loaded, self._loaded = [each for each in self._loaded if each <= step], frozenset()
+        if loaded and step <= self._last:  # the run went back
+            self._last = max(loaded)
         return self._every is not None and self._every.is_due(step, self._last)
