@@ -159,7 +159,7 @@ class Checkpointer:
                         self._engine.__exit__(kind, error, traceback)
 
     def _wait_in_flight(self) -> None:
-        saves, passes = self._core.waits()
+        saves, passes = self._core.in_flight()
         for moments in saves:
             moments.durable.wait_done()
         _wait_ended(passes)

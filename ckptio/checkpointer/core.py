@@ -197,7 +197,7 @@ class CheckpointerCore:
         self._watching = self._listener.start(self.engine, self._stops)
         self.upkeep.start()
 
-    def waits(self) -> tuple[list[SaveMoments], list[Running[None]]]:
+    def in_flight(self) -> tuple[list[SaveMoments], list[Running[None]]]:
         """Give what is under way: saves, and what comes after them."""
         if self._upkeep is None:
             return [], []
@@ -267,16 +267,16 @@ class CheckpointerCore:
                 overwrite=overwrite,
                 then=then,
                 metadata=metadata,
-                permit=self._permit(step, overwrite=overwrite),
+                permit=self._tier_check(step, overwrite=overwrite),
             )
             upkeep.add(step, moments)
         self._pace.saved(step)
         self.ending.saved(step)
         self._asked_s = self.clock()
-        upkeep.follow(moments)
+        upkeep.tidy_after(moments)
         return moments
 
-    def _permit(self, step: int, *, overwrite: bool) -> Callable[[], Awaitable[None]] | None:
+    def _tier_check(self, step: int, *, overwrite: bool) -> Callable[[], Awaitable[None]] | None:
         """Give what checks, before a step is committed, that the second tier has none; or not."""
         if self._second is None or self.engine.context.ranks.rank != 0:
             return None

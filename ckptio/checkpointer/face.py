@@ -181,7 +181,7 @@ class Checkpointer(Finding):
                         await self._engine.__aexit__(kind, error, traceback)
 
     async def _in_flight_ended(self) -> None:
-        saves, passes = self._core.waits()
+        saves, passes = self._core.in_flight()
         await _all_done(
             [asyncio.ensure_future(moments.durable.ended()) for moments in saves]
             + [running.end.wrapped() for running in passes]

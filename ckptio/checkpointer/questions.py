@@ -46,7 +46,7 @@ class Questions:
             root, second = self._keeper.root, self._second
             if second is None:
                 return first
-            with _told_of([record.step for record in first]):
+            with _with_way_out([record.step for record in first]):
                 return await second.records(root, first)
 
         found = await agreed_records(key, context, read)
@@ -60,7 +60,7 @@ class Questions:
             first = await self._keeper.steps()
             if self._second is None:
                 return first
-            with _told_of(first):
+            with _with_way_out(first):
                 return await self._second.steps(first)
 
         found = await agreed_steps(key, context, "steps()", read)
@@ -74,7 +74,7 @@ class Questions:
             first = await self._keeper.newest(count)
             if self._second is None:
                 return first
-            with _told_of(first):
+            with _with_way_out(first):
                 steps, is_there = await self._second.newest(count, first)
             is_on_both = is_there and first[-1:] == steps[-1:]
             if count > 1 and first and not is_on_both:  # it is about to be loaded
@@ -93,7 +93,7 @@ class Questions:
             steps, tiers = await self._keeper.newest(1), [self._keeper]
             if self._second is not None:
                 tiers.append(self._second.keeper)
-                with _told_of(steps):
+                with _with_way_out(steps):
                     steps, _ = await self._second.newest(1, steps)
             return await following.new(steps, tiers)
 
@@ -111,9 +111,9 @@ class Questions:
             second = self._second
             if second is None:
                 return sorted(await self._discard(self._keeper, after))
-            copies_ended = await second.copies(self._keeper, above=after)
+            end_copies = await second.copy_ender(self._keeper, above=after)
             gone = await self._discard(self._keeper, after)
-            await copies_ended()  # else one of them brings its step back
+            await end_copies()  # else one of them brings its step back
             return sorted(gone | await self._discard(second.keeper, after))
 
         gone = await agreed_steps(key, context, f"discard_after({after})", discard, acts=True)
@@ -128,7 +128,7 @@ class Questions:
 
 
 @contextlib.contextmanager
-def _told_of(first: Sequence[int]) -> Iterator[None]:
+def _with_way_out(first: Sequence[int]) -> Iterator[None]:
     """Have an error of a second tier say how to go on without it, if the first one has steps."""
     try:
         yield

@@ -172,7 +172,7 @@ class SecondTier:
         error.add_note("or discard_after(...) the steps that this run went back from, first")
         raise error
 
-    async def copies(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
+    async def copy_ender(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
         """Give what waits until no copy of the steps above one is under way.
 
         Those that earlier runs owed are stopped, as nobody has a handle of them; one that is
@@ -294,7 +294,7 @@ class SecondTier:
             self._thinning.release()
             failures.clear()  # an error refers to this frame: no reference cycle
 
-    async def precede(
+    async def thin_out_step(
         self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
     ) -> None:
         """Let the first tier go of a step before this one does, if it need not have it any more.
@@ -345,7 +345,7 @@ class SecondTier:
         there = storage(self.path(step), is_second=True)
         return await is_copied(storage(path), there, self.context)
 
-    async def sparing(
+    async def exempt_from_sweep(
         self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root
     ) -> Callable[[], set[int]]:
         """Exempt from a sweep what is here of steps that the first tier still owes, too.

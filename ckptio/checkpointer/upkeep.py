@@ -105,7 +105,7 @@ class Upkeep:
             taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
             self.passes[taking] = None
         if self._sweep_after_s is not None:
-            self.follow(None)
+            self.tidy_after(None)
 
     def check(self) -> None:
         """Look at how saves have ended, before another one begins; see `Losses.check`."""
@@ -158,7 +158,7 @@ class Upkeep:
         """See to it that every failure was seen; see `runtime.leaving.end_saves`."""
         end_saves([moments for _, moments in self.saves], error)
 
-    def follow(self, moments: SaveMoments | None) -> None:
+    def tidy_after(self, moments: SaveMoments | None) -> None:
         """Let go of what is no longer kept, once a save is committed. On rank 0.
 
         Args:
@@ -208,14 +208,14 @@ class Upkeep:
         turn looks at all that there is by then: it stands for those that come meanwhile, where
         saves are quicker than removals.
         """
-        turn = keeper, is_after_save, is_full
-        if turn in self._waiting:
+        call = keeper, is_after_save, is_full
+        if call in self._waiting:
             return
-        self._waiting.add(turn)
+        self._waiting.add(call)
         try:
             await self._turns[keeper].acquire()
         finally:
-            self._waiting.discard(turn)
+            self._waiting.discard(call)
         try:
             await self._tidy_now(keeper, is_after_save=is_after_save, is_full=is_full)
         except Exception as error:  # the observer is told; the run goes on
@@ -270,7 +270,7 @@ class Upkeep:
         """Remove what dead saves left."""
         exempt: Callable[[], set[int]] = self.exempt
         if self._second is not None and keeper is self._second.keeper:
-            exempt = await self._second.sparing(exempt, found, self._keeper.root)
+            exempt = await self._second.exempt_from_sweep(exempt, found, self._keeper.root)
         await keeper.sweep(quiet_s, exempt, found)
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
@@ -314,7 +314,7 @@ class Upkeep:
         if self._second is not None and keeper is self._second.keeper:
             turn = self._turns[self._keeper]
             with contextlib.suppress(CheckpointError):  # `thin_out` tells of it
-                await self._second.precede(step, self._keeper, self.exempt, turn)
+                await self._second.thin_out_step(step, self._keeper, self.exempt, turn)
         if step not in self.exempt(keeper) and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
@@ -361,14 +361,14 @@ class Upkeep:
 
         On any thread, without a lock.
         """
-        time = object()
+        block = object()
         try:
-            self.busy[time] = step
+            self.busy[block] = step
             yield
             if is_load:
                 self._loaded.add(step)
         finally:
-            self.busy.pop(time, None)
+            self.busy.pop(block, None)
 
     async def discard(self, keeper: Keeper, step: int) -> None:
         """Remove a step that somebody does not want.

@@ -221,7 +221,7 @@ async def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> Non
         async with checkpointer_on(engine, tmp_path) as other:
             await other.save(filled_state(SIZES, 2), 3)
         date_ahead(tmp_path, 3)
-        ckpt._core.upkeep.follow(handle._moments)  # as once the step is copied
+        ckpt._core.upkeep.tidy_after(handle._moments)  # as once the step is copied
     assert committed_steps(tmp_path) == [3, 10]
 
 
