@@ -121,6 +121,8 @@ class Checkpointer:
 
         Raises:
             ConfigError: This is an observer on one of the engine's own threads.
+            BaseException: The failure of a save that nobody has seen, as for
+                `ckptio.Checkpointer`; not if an exception leaves the block.
         """
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return

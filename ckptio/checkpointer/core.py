@@ -1,6 +1,6 @@
 """What the two faces of a checkpointer share: everything but how they wait.
 
-Rank 0 lists, decides and deletes; the others are told. What follows a commit is `upkeep`'s.
+Rank 0 lists, decides and deletes; the others are told. `upkeep` does what follows a commit.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class CheckpointerCore:
 
     Attributes:
         ending: Whether the run is to end.
-        make_root: Makes the root; tests give another.
-        clock: Gives seconds.
+        make_root: Makes the root when this is opened; tests set another.
+        clock: Gives seconds that only rise; tests set another.
     """
 
     def __init__(
@@ -127,27 +127,27 @@ class CheckpointerCore:
 
     @property
     def keeper(self) -> Keeper:
-        """Who looks after the steps; also behind the block."""
+        """Who looks after the steps of the first tier; also after the block."""
         if self._keeper is None:
             raise not_open("checkpointer", was_open=False)
         return self._keeper
 
     @property
     def upkeep(self) -> Upkeep:
-        """What follows saves; as `keeper`."""
+        """What follows saves; also after the block."""
         if self._upkeep is None:
             raise not_open("checkpointer", was_open=False)
         return self._upkeep
 
     @property
     def questions(self) -> Questions:
-        """What all ranks ask at once; as `keeper`."""
+        """What all ranks ask at once; also after the block."""
         if self._questions is None:
             raise not_open("checkpointer", was_open=False)
         return self._questions
 
     def require_new(self) -> None:
-        """Check that this was not entered before: what it knows is of one block.
+        """Check that this was not opened before: what it knows is about one block.
 
         Raises:
             EngineClosedError: It was.
@@ -156,10 +156,10 @@ class CheckpointerCore:
             raise EngineClosedError("a checkpointer is entered once; make another one")
 
     def open(self, engine: EngineCore) -> Callable[[EngineContext], Awaitable[None]]:
-        """Begin. Takes signals over, so on the main thread if there are any.
+        """Begin. Takes signals over; if there are any, this has to be the main thread.
 
         Returns:
-            What to run on the engine's loop before anything else.
+            What to run on the engine's loop before anything else: it compares ranks.
         """
         context = engine.context
         with refusing(engine, "checkpointer"):
@@ -185,7 +185,7 @@ class CheckpointerCore:
         self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
         self._asked_s = self.clock()
         self._stops = Stops(key, self._listener.due_in_s, self._listener.stopped)
-        self._stops.call_last(self._wanted)  # in this order: `preempt` has the other one
+        self._stops.call_last(self._wanted)  # after `_stops` is set; `preempt` sets `_wanted` first
         message = [root.path, repr(self._every), self._signals.names]
         if self._second is not None:
             return functools.partial(self._second.meet, root, key, message)
@@ -198,7 +198,7 @@ class CheckpointerCore:
         self.upkeep.start()
 
     def in_flight(self) -> tuple[list[SaveMoments], list[Running[None]]]:
-        """Give what is under way: saves, and what comes after them."""
+        """Give what leaving the block waits for: saves, and what comes after them."""
         if self._upkeep is None:
             return [], []
         return [moments for _, moments in self._upkeep.saves], list(self._upkeep.passes)
@@ -207,13 +207,13 @@ class CheckpointerCore:
         """Stop what is under way. From any thread; waits for nothing.
 
         Args:
-            error: What the block is left by; the log says what is lost by that.
+            error: What the block is left by. With one, the log says which saves are lost.
         """
         if self._upkeep is not None:
             self._upkeep.abort(error)
 
     def stop_watching(self) -> list[Running[None]]:
-        """Hear no more calls and give signals back; gives what ends with that."""
+        """Hear no more calls and give signals back. Gives what has to be waited for then."""
         if self._watching is not None:
             self._watching.abort()
         self._signals.stop()
@@ -226,13 +226,13 @@ class CheckpointerCore:
             error: What the block is left by.
 
         Raises:
-            BaseException: Without one: the failure of a save that nobody has seen, and before
-                all others a deadline that was missed.
+            BaseException: Without one: a deadline that was missed; if none was, the failure of a
+                save that nobody has seen.
         """
         if self._engine is not None:
             if error is None and (loss := self.ending.loss()) is not None:
                 _log.warning("%s", loss)
-            self.ending.look(is_last=True)  # it stays so
+            self.ending.look(is_last=True)  # what it says is what `preempted` says from here on
         self._engine = None
         if self._upkeep is None:
             return
@@ -250,16 +250,16 @@ class CheckpointerCore:
     def save(
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool
     ) -> SaveMoments:
-        """Start saving a step."""
+        """Start saving a step; see `face.Checkpointer.save`."""
         from ckptio.runtime.saving import begin_save  # noqa: PLC0415  # imports torch
 
         engine, upkeep = self.engine, self.upkeep
         with refusing(engine, "save"):
-            if not self.ending.is_called:  # the last one is tried, whatever has become of others
+            if not self.ending.is_called:  # the last save is tried, however others have failed
                 upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
-        with upkeep.held(step):  # before it begins: an older one of this step may be due to go
+        with upkeep.held(step):  # else an older save of this step might be removed meanwhile
             moments = begin_save(
                 engine,
                 state,
@@ -277,7 +277,7 @@ class CheckpointerCore:
         return moments
 
     def _tier_check(self, step: int, *, overwrite: bool) -> Callable[[], Awaitable[None]] | None:
-        """Give what checks, before a step is committed, that the second tier has none; or not."""
+        """Give the check of the second tier that rank 0's save awaits before it commits, if any."""
         if self._second is None or self.engine.context.ranks.rank != 0:
             return None
         looking = None if overwrite else self._second.look_for(step)
@@ -332,7 +332,7 @@ class CheckpointerCore:
             self.engine.emit(Preempted(path=self.keeper.root.path, reason=stop.reason))
 
     async def hold_to_deadline(self) -> None:
-        """Let the last save, if it was called for, take no longer than it may."""
+        """Abort the last save, if it was called for and is not durable by its deadline."""
         if not self.ending.is_called or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
@@ -347,11 +347,11 @@ class CheckpointerCore:
         question: Callable[[str, EngineContext], Awaitable[T]],
         engine: EngineCore | None = None,
     ) -> Callable[[EngineContext], Awaitable[T]]:
-        """Make a question to all ranks into what the engine runs."""
+        """Give a question of `Questions` its key, for the engine to run what is left."""
         return functools.partial(question, (engine or self.engine).next_key("steps"))
 
     def load_flow(self, step: int | None, asked: Asked) -> Flow[LoadResult]:
-        """Load a step; the newest if none is given. It goes on while the block is left."""
+        """Load a step, the newest if none is given. Goes on if the block is left meanwhile."""
         engine = self.engine
         if step is not None:
             return (yield from self._load_one(engine, step, [], asked))
@@ -364,14 +364,14 @@ class CheckpointerCore:
                 if not self.ending.is_alone:  # others may not ask
                     raise
                 listed, steps = steps, (yield self.asking(newest, engine))
-                if steps[-1:] == listed[-1:]:  # else it was removed, as there is a newer one
+                if steps[-1:] == listed[-1:]:  # else the run removed it, and has a newer one
                     raise
         raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
 
     def _load_one(
         self, engine: EngineCore, step: int, steps: list[int], asked: Asked
     ) -> Flow[LoadResult]:
-        """Load a step. It is of `steps`, if those are known."""
+        """Load the highest of `steps`; or, with `steps` empty, the step that the caller named."""
         from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         try:
@@ -389,9 +389,9 @@ class CheckpointerCore:
         except CheckpointNotFoundError as error:
             if steps or not self.ending.is_alone:  # others may not ask
                 raise
-            with contextlib.suppress(CheckpointError):  # that it is not there is what is to be said
+            with contextlib.suppress(CheckpointError):  # what matters is that it is not there
                 steps = yield self.asking(self.questions.steps, engine)
-                error.strerror = f"{error.message}; {missing(steps)}"  # the same: it may have notes
+                error.strerror = f"{error.message}; {missing(steps)}"  # not a new one: it has notes
             raise
         self._pace.loaded(step)
         return result

@@ -1,6 +1,6 @@
-"""What a checkpointer finds among its steps, and removes of them: the part that needs no state.
+"""The methods of `Checkpointer` that list, follow or discard steps: no training state is involved.
 
-`face` has the rest, and `blocking` all of it for classic loops.
+`face` has the other methods, and `blocking` has all of them for classic loops.
 """
 
 from __future__ import annotations

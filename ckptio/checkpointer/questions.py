@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 class Questions:
-    """Questions of a checkpointer; each has a key of its own, the same on all ranks.
+    """Questions of a checkpointer.
+
+    Each call gets a `key` that no other call has and that is the same on all ranks: it names their
+    session. So all ranks have to make the same calls in the same order.
 
     Args:
         keeper: Looks after the first tier.
         second: The second tier, if there is one.
-        upkeep: What is under way.
-        pace: Is told of what is found.
+        upkeep: Knows which steps are under way, and removes steps.
+        pace: Is told which steps are found and discarded.
     """
 
     def __init__(
@@ -68,7 +71,14 @@ class Questions:
         return found
 
     async def newest(self, count: int, key: str, context: EngineContext) -> list[int]:
-        """List the highest committed steps, so many at the most, lowest first."""
+        """List the highest committed steps, lowest first.
+
+        Args:
+            count: How many, at the most: 1 for `latest`; 2 for a load, which takes the highest and
+                names the other if that is damaged. It decides what ranks are said to call.
+            key: Names the session.
+            context: The engine.
+        """
 
         async def read() -> Sequence[int]:
             first = await self._keeper.newest(count)
@@ -81,7 +91,7 @@ class Questions:
                 await self._second.look_back(self._keeper, steps[-1], first[-1])
             return steps
 
-        call = "latest()" if count == 1 else "load()"  # which also looks at the one before
+        call = "latest()" if count == 1 else "load()"
         found = await agreed_steps(key, context, call, read)
         self._pace.found(found)
         return found
@@ -100,7 +110,7 @@ class Questions:
         return await agreed_steps(key, context, following.call, read)
 
     async def discard(self, after: int, key: str, context: EngineContext) -> list[int]:
-        """Remove the steps above one, from both tiers; gives those, lowest first."""
+        """Remove the steps above one from both tiers, and list them, lowest first."""
 
         async def discard() -> Sequence[int]:
             busy = [step for step in self._upkeep.under_way() if step > after]
@@ -121,6 +131,7 @@ class Questions:
         return gone
 
     async def _discard(self, keeper: Keeper, after: int) -> set[int]:
+        """Remove the steps above one from one tier, highest first, and name them."""
         steps = await keeper.steps(above=after)
         for step in reversed(steps):
             await self._upkeep.discard(keeper, step)
@@ -129,7 +140,11 @@ class Questions:
 
 @contextlib.contextmanager
 def _with_way_out(first: Sequence[int]) -> Iterator[None]:
-    """Have an error of a second tier say how to go on without it, if the first one has steps."""
+    """A block in which an error of the second tier says how to do without it.
+
+    Args:
+        first: Steps of the first tier. If there are none, there is no way out.
+    """
     try:
         yield
     except StorageError as error:

@@ -1,11 +1,11 @@
-"""Hear signals while a block lasts, and give them back to whom they belonged before.
+"""Handle signals while a block lasts, and then put the handlers back that were there before.
 
 Blocks may overlap and end in any order, and whoever sets a handler inside one may leave it
-there: a signal is given back only by whom it goes to. A handler that somebody else still calls,
-or puts back, after its block has ended passes the signal on to what was there before it.
+there: at its end, a block puts a handler back only where its own one is set. If somebody else calls
+its own one after that end, or sets it again, it passes the signal on to what was there before it.
 
-A forked child inherits handlers, and would take no notice of the signal that is to end it:
-it gives them back as well, where it begins, and the parent keeps them.
+A forked child inherits handlers, and would ignore the signal that is to end it: so it puts the
+former ones back when it begins. The parent keeps its own.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class SignalWatch:
             signal.signal(number, self._handle)
 
     def stop(self) -> None:
-        """Give the signals back that still come here; pass on those that others send here.
+        """Put former handlers back where this one is set; from now on, pass on what comes here.
 
         Raises:
-            ValueError: This is not the main thread, and so cannot give them back. They are
-                passed on to what was there before.
+            ValueError: This is not the main thread, where no handler can be set. Signals are passed
+                on to what was there before all the same.
         """
         if not self._before:
             return
@@ -78,7 +78,7 @@ class SignalWatch:
                 signal.signal(number, self._to_give_back(number))
 
     def _to_give_back(self, number: int) -> Any:
-        """Give the handler that was there before, other than those of watches that stopped."""
+        """Give the handler from before `start`, looking through watches that have stopped."""
         before = self._before[number]
         watch = getattr(before, "__self__", None)
         if isinstance(watch, SignalWatch) and watch._on_signal is None:  # noqa: SLF001  # one of us
@@ -100,7 +100,7 @@ class SignalWatch:
             signal.signal(number, now)
 
 
-#: Watches to be stopped in a forked child. Of the module: what runs at a fork stays registered.
+#: Watches to be stopped in a forked child. A global, as what is registered for forks is for good.
 _started: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
@@ -117,7 +117,7 @@ def check_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
     """Check numbers of signals.
 
     Raises:
-        ConfigError: One is none, or nobody can handle it.
+        ConfigError: One is no signal, or cannot be handled here.
     """
     try:
         numbers = tuple(dict.fromkeys(signal.Signals(number) for number in signals))

@@ -1,4 +1,4 @@
-"""Agree on the step at which all ranks do what one of them asks for.
+"""Agree on the step at which all ranks save, when one of them asks for a save.
 
 A signal reaches ranks at different moments, some of them not at all, and clocks differ.
 What is asked for, a save or the last save, has to happen on all ranks at one step. A
@@ -11,9 +11,10 @@ collective at every step would answer that, and cost every step. Instead:
                  its answer to the next until the round is over. What is asked for happens
                  at the step after the largest of these numbers
 
-So no rank has passed that step when it is chosen, and none passes it unasked: ranks count
-the same steps, whatever their numbers. Until a call comes this costs nothing; a call holds
-the trainer for one round, which runs on the engine's loop and needs no trainer.
+So no rank has passed that step when it is chosen, and none passes it without asking: all ranks
+count the same questions, one a step, whatever the numbers of their steps. Until a call comes this
+costs nothing. A call holds the trainer where it asks for the length of one round; the round runs on
+the engine's loop, and does not wait for any trainer.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ if TYPE_CHECKING:
 _CALL = "StopCall: "
 _SAVE = "save"
 _LAST = "last"
-#: A time this near has come: a clock may not move by less.
+#: A save due within this time is due now: the clock may be too coarse to show a shorter one.
 _SOON_S = 1e-3
 
 
 class StopCall(Exception):  # noqa: N818  # no error: it ends a session to be heard
-    """A rank asks for a stop. Its text is the kind of it, and why."""
+    """A rank asks for a save. Its text is the kind, and for the last save the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """What was agreed on.
+    """A step at which all ranks are to save.
 
     Attributes:
-        number: The question after which it happens: each rank's, counted from 1.
+        number: The question to `ask` that it answers, on each rank; counted from 1.
         reason: Why it is the last save; empty if it is not.
     """
 
@@ -82,9 +83,9 @@ class Stops:
         self._guard = Guard()
         self._asking: set[int] = set()  # threads that have the lock, or wait for it
         self._num_asked = 0
-        self._held: Outcome[None] | None = None
-        self._pending: list[Stop] = []
-        self._wanted = ""
+        self._held: Outcome[None] | None = None  # what the trainer waits for during a round
+        self._pending: list[Stop] = []  # agreed on, and not yet returned by `ask`
+        self._wanted = ""  # why this rank asks for the last save; empty if it does not
         self._heard: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -97,19 +98,20 @@ class Stops:
         self.look_again()
 
     def look_again(self) -> None:
-        """Have it found out when a save is due by time, which is later now. From any thread."""
+        """Have the listener look anew at what is asked for, and when. From any thread."""
         loop, heard = self._loop, self._heard
         if loop is not None and heard is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
                 loop.call_soon_threadsafe(heard.set)
 
     def ask(self) -> Stop | Outcome[None] | None:
-        """Ask whether to stop at this step, once a step.
+        """Ask whether to save at this step. Once a step, but for the third answer.
 
         Returns:
-            What to do now; nothing; or what to wait for before asking again. Nothing, and it does
-            not count, where a signal's handler asks what it interrupts: that gets the answer. After
-            what to do now, time counts anew: see `look_again`.
+            A stop: save now; then call `look_again`, as the next save by time is due later. `None`:
+            go on. An outcome: ranks are agreeing; wait for it, and ask again for the same step.
+            A signal's handler that asks while the call that it interrupts holds the lock gets
+            `None`, and is not counted: the answer goes to that call.
         """
         thread = threading.get_ident()
         if thread in self._asking:
@@ -129,7 +131,7 @@ class Stops:
         return max(due, key=lambda stop: bool(stop.reason), default=None)
 
     async def watch(self, ranks: Ranks) -> None:
-        """Listen for calls until one asks for the last save, or a rank leaves."""
+        """Listen for calls until one asks for the last save, or a rank leaves or is lost."""
         self._loop = asyncio.get_running_loop()
         self._heard = asyncio.Event()
         number = 0
@@ -147,12 +149,17 @@ class Stops:
             self._loop = self._heard = None
 
     async def _listen(self, ranks: Ranks, key: str) -> str | None:
-        """Wait for a call; `None` if a rank leaves instead. Why, if it is for the last save."""
+        """Wait for a call.
+
+        Returns:
+            Why, if it is for the last save; empty, if it is for a save by time; `None`, if a rank
+            left instead.
+        """
         calls: list[str]
         try:
             async with ranks.session(key):
                 await self._call_out(is_first=ranks.rank == 0)
-        except StopCall as call:  # a world of one
+        except StopCall as call:  # there is one rank
             calls = [str(call)]
         except RankError as error:
             causes = error.causes.values()
@@ -168,8 +175,8 @@ class Stops:
     async def _call_out(self, *, is_first: bool) -> NoReturn:
         """Wait until this rank has something to ask for, and ask.
 
-        For no save by time while one is agreed on that nobody has asked about yet: a trainer may
-        take longer for a step than for all saves that are due meanwhile.
+        It asks for no save by time while a stop is pending, which the trainer has not reached yet:
+        during one long step, any number of saves may become due.
 
         Raises:
             StopCall: With what it asks for.
@@ -186,13 +193,13 @@ class Stops:
         raise StopCall(f"{_LAST} {self._wanted}")
 
     async def _refuse(self, ranks: Ranks, key: str) -> None:
-        """Leave: nobody is to wait for this rank where a call was heard meanwhile."""
+        """Tell ranks that have heard a call meanwhile, and begin to agree, that this one leaves."""
         with contextlib.suppress(RankError, ConnectionError):
             async with ranks.session(key):
                 raise ConnectionError("this rank has left its checkpointer")
 
     async def _agree(self, ranks: Ranks, key: str, reason: str) -> Stop:
-        """Choose the step."""
+        """Agree with all ranks on the step, and let the trainer go on."""
 
         async def decide(messages: Sequence[Any]) -> Same:
             return Same({"number": max(messages) + 1, "reason": reason})
@@ -208,12 +215,15 @@ class Stops:
         return stop
 
     def _hold(self) -> int:
-        """Let the trainer wait, and say how often it has asked."""
+        """Have the trainer wait from its next question on, and say how often it has asked."""
         self._held = Outcome()
         return self._num_asked
 
     def _release(self, stop: Stop | None) -> None:
-        """Let the trainer go on. Without the lock: it takes nothing while it is held back."""
+        """Let the trainer go on.
+
+        Without the lock: as long as the trainer is held back, `ask` changes nothing.
+        """
         if stop is not None:
             self._pending.append(stop)
         held, self._held = self._held, None

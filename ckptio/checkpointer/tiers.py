@@ -1,9 +1,8 @@
-"""The second tier of a run: steps are copied there, found there, and go there, too.
+"""The second tier of a run: steps are copied there, found there, and removed there, too.
 
-Each tier is looked after by itself, with the same policy: what is committed there decides.
-But a step that is still to be copied stays on the first tier until it is, whatever the
-policy says; and so does the first tier's newest step. What was sent of it stays on the
-second tier, too, however old it is.
+Each tier is looked after by itself, by the same policy applied to what is committed there. There
+are two exceptions on the first tier: its newest step stays, and a step that is still to be copied
+stays until it is. And one on the second: what was sent of such a copy stays, however old it is.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class SecondTier:
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
         self._thinning = asyncio.Lock()
-        self._is_thinning_due = False  # by whoever waits for it
-        self._is_silent = False
+        self._is_thinning_due = False  # whether a call of `thin_out` waits for its turn
+        self._is_silent = False  # whether a commit waited for an answer of this tier in vain
         self._looking: Running[bool] | None = None  # the look that was begun last
 
     def open(self, engine: EngineCore, make_root: Callable[..., Root]) -> None:
-        """Begin. Touches nothing."""
+        """Begin. Asks no storage for anything."""
         context = engine.context
         threads = context.far or context.executor
         root = make_root(self._then, engine.config, threads, engine.emit, context.stores)
@@ -73,11 +72,11 @@ class SecondTier:
         self._keeper = Keeper(root, context.executor, engine.emit)
 
     async def meet(self, first: Root, key: str, message: list[Any], context: EngineContext) -> None:
-        """Check that this is not the first tier, by another name, and that ranks want the same.
+        """Check that this is not the first tier by another name, and that ranks are made alike.
 
         Raises:
-            ConfigError: It is, here. Other ranks hear of it.
-            RankError: They do not, or it is on another rank.
+            ConfigError: On this rank it is. The other ranks are told, and do not wait.
+            RankError: It is on another rank, or ranks are not made alike.
         """
         try:
             await self._require_other(first)
@@ -106,7 +105,7 @@ class SecondTier:
 
     @property
     def context(self) -> EngineContext:
-        """The engine's parts, for what runs on its loop: it goes on while the engine closes."""
+        """The engine's parts, for what runs on its loop, and may go on while the engine closes."""
         assert self._context is not None  # noqa: S101  # it is open
         return self._context
 
@@ -128,7 +127,8 @@ class SecondTier:
     def look_for(self, step: int) -> Running[bool] | None:
         """Begin to look whether this tier has a step already. From any thread.
 
-        Not while one look that was waited for in vain hangs: each would take a thread for good.
+        Gives `None` while an earlier look that was waited for in vain hangs: each would take a
+        thread for good.
         """
         if self._is_silent and self._looking is not None and not self._looking.end.done():
             return None
@@ -147,16 +147,16 @@ class SecondTier:
     async def require_free(self, step: int, looking: Running[bool] | None) -> None:
         """Check that this tier has no such step, before it is committed on the first.
 
-        Its copy could never be made, and the first tier would keep it for ever. A tier that
-        does not answer for a while is away, and is nothing that a save waits for: the next ones
-        wait no more, until it has answered before they ask.
+        Otherwise its copy could never be made, and the first tier would keep it for ever. A tier
+        that does not answer for a second is away, and no save waits for it: the next saves do not
+        wait at all, until an answer is there before they ask for it.
 
         Args:
             step: The step.
-            looking: What looks for it; `None` if nothing does.
+            looking: What `look_for` gave; with `None`, nothing is checked.
 
         Raises:
-            CheckpointExistsError: It has.
+            CheckpointExistsError: This tier has the step.
         """
         if looking is None:
             return
@@ -173,11 +173,11 @@ class SecondTier:
         raise error
 
     async def copy_ender(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
-        """Give what waits until no copy of the steps above one is under way.
+        """Note the steps above one on either tier; give what ends the copies of them.
 
-        Those that earlier runs owed are stopped, as nobody has a handle of them; one that is
-        just being committed ends. To be called when the first tier has none of these steps any
-        more: then none begins.
+        That stops copies that earlier runs owed, which nobody has a handle of, and waits until none
+        is under way; one that is just being committed is waited for. It is to be called when these
+        steps are gone from the first tier, as then no copy begins any more.
         """
         storage, copies = self.context.resolver.storage, self.context.copies
         listed = {*await first.listed(), *await self.keeper.listed()}
@@ -194,7 +194,7 @@ class SecondTier:
 
         Args:
             count: How many, at the most.
-            first: The highest of the first tier, as many.
+            first: The highest steps of the first tier, at most `count` of them.
 
         Returns:
             The steps, and whether the highest is on this tier.
@@ -205,11 +205,11 @@ class SecondTier:
         return steps, steps[-1:] == there[-1:]
 
     async def look_back(self, first: Keeper, step: int, local: int) -> None:
-        """Say that a load takes a step that the run has gone back from, where one tier was not.
+        """Warn if a load is about to take a step that was discarded while one tier was not there.
 
-        On another machine, whose own disk was the first tier when the step was discarded: it
-        stayed here. Or while the run did without the second tier: it stayed there. The tier that
-        it is gone from has lower steps alone, of which the highest was saved later.
+        It was discarded on another machine, with a first tier of its own, and is still on the first
+        tier here; or by a run without the second tier, and is still there. In both cases the other
+        tier has only lower steps, of which the highest was saved later.
 
         Args:
             first: Who looks after the first tier.
@@ -248,7 +248,7 @@ class SecondTier:
         return [found[step] for step in sorted(found)]
 
     async def _is_later(self, there: StepRecord, here: StepRecord, root: Root) -> bool:
-        """Whether this tier's save of a step is the one that is loaded, and not the first's."""
+        """Whether a load takes this tier's save of a step, and not that of the first tier."""
         storage = self.context.resolver.storage(root.join(step_name(here.step)))
         one, other = ((each.save_id, each.created.isoformat()) for each in (here, there))
         return await was_saved_again(one, other, storage)
@@ -256,17 +256,17 @@ class SecondTier:
     async def thin_out(
         self, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
     ) -> None:
-        """Let go of what the first tier need not have any more, if so configured.
+        """Remove steps from the first tier that `keep_local` does not keep there, if it is given.
 
-        Of the steps that the second tier has, the very same and with all files; the newest
-        stay. This tier is asked first, and the first one's turn is taken only then, for each
-        step: nothing that goes on there waits for a mount that hangs. One call at a time; one
-        that waits stands for those that come meanwhile.
+        Only steps of which the second tier has the very same save, with all its files; and never
+        the newest ones. For each step, the second tier is asked before the first one's turn is
+        taken, so that nothing on the first waits for a second that hangs. Calls run one at a time,
+        and while one waits, others return at once: it does their work, too.
 
         Args:
             first: Who looks after the first tier.
             exempt: Gives the steps to leave alone; asked before each.
-            turn: Of the first tier.
+            turn: The first tier's lock; see `Upkeep`.
         """
         if self._keep_local is None or self._is_thinning_due:
             return
@@ -297,10 +297,10 @@ class SecondTier:
     async def thin_out_step(
         self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
     ) -> None:
-        """Let the first tier go of a step before this one does, if it need not have it any more.
+        """Do what `thin_out` does, for a step that is about to be removed from this tier.
 
-        Behind that nothing would tell there that it had been copied: a copy that ends late, behind
-        those of newer steps, may be removed as soon as it is there.
+        A copy that ends late, after those of newer steps, may be removed as soon as it is made.
+        Nothing tells after that that it had been copied, and the first tier would keep the step.
         """
         if self._keep_local is not None and step not in exempt():
             await self._let_go(step, first, exempt, turn, self._keep_local)
@@ -313,14 +313,14 @@ class SecondTier:
         turn: asyncio.Lock,
         num_local: int,
     ) -> None:
-        """Remove a step from the first tier, if this one has it.
+        """Remove a step from the first tier, if this one has it and `num_local` higher ones stay.
 
         Args:
             step: The step.
-            first: As above, as for what follows.
+            first: See `thin_out`, as for the next two.
             exempt: As above.
             turn: As above.
-            num_local: How many of those that it has by then stay, the highest.
+            num_local: How many steps stay on the first tier, the highest that it has by then.
         """
         path = first.root.join(step_name(step))
         save_id = await self._save_id(path)
@@ -333,7 +333,7 @@ class SecondTier:
                     await first.remove(step, save_id)
 
     async def _save_id(self, path: str) -> str | None:
-        """Give the save id of a step of the first tier; `None` if it is still to be copied."""
+        """Give the save id of a step of the first tier; `None` if it is gone, or to be copied."""
         storage = self.context.resolver.storage(path)
         head = await read_head(storage, self.context)
         is_owed = head is None or await storage.has_note(head.save_id)
@@ -348,9 +348,9 @@ class SecondTier:
     async def exempt_from_sweep(
         self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root
     ) -> Callable[[], set[int]]:
-        """Exempt from a sweep what is here of steps that the first tier still owes, too.
+        """Add to the exempt steps those of which this tier has a part of a copy that is still owed.
 
-        Whoever goes on with such a copy needs it.
+        Whoever goes on with such a copy needs that part.
 
         Args:
             exempt: Gives the steps to leave alone.
@@ -369,9 +369,9 @@ def second_tier_of(
 ) -> SecondTier | None:
     """Check the options of a second tier; `None` if there is to be none.
 
-    As many local steps as `KeepLast` keeps are not refused: they say something in a run that
-    goes back, whose newest step stays beside those. Of other policies nobody knows how many
-    steps they keep.
+    `keep_local` may be as large as `KeepLast`: that has an effect in a run that goes back, where
+    the step saved last stays beside the highest ones. Nothing is known of how many steps other
+    policies keep.
 
     Raises:
         ConfigError: One is wrong, or would have no effect.

@@ -1,8 +1,8 @@
-"""Let go of what is no longer kept, after each commit, on rank 0.
+"""Remove steps that are no longer kept, after each commit, on rank 0.
 
-What is removed is decided from what is committed then, on the engine's loop: the trainer
-never waits for it. A step that was committed here a moment ago stays whatever a policy or a
-clock says, until another one is.
+What to remove is decided from what is committed then, on the engine's loop: the trainer never
+waits for it. The step that was committed here last stays, whatever a policy or a clock says,
+until another one is committed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptio")
 
-#: Committed saves, of which it is known which was called before which.
+#: Committed saves of which it is remembered in which order they were called.
 _NUM_REMEMBERED = 8
 
 
@@ -52,15 +52,15 @@ class Upkeep:
         engine: Runs it.
         keeper: Looks after the first tier.
         second: The second tier, if there is one.
-        keep: What is kept; everything if not given.
-        sweep_after_s: When what dead saves left goes; `None` for never.
-        is_ending: Whether the last save was asked for.
-        clock: Gives seconds.
+        keep: Which steps are kept; all if not given.
+        sweep_after_s: After how long what dead saves left is removed; `None` for never.
+        is_ending: Says whether the last save was called for.
+        clock: Gives seconds that only rise.
 
     Attributes:
-        saves: Those under way, or of which nobody has seen that they failed, by step.
-        passes: Runs in the background, of which some may have ended.
-        busy: Steps that are being read, or about to be written; of each time that one is.
+        saves: Steps and their saves: those under way, and those whose failure nobody has seen.
+        passes: What runs in the background; some may have ended.
+        busy: Steps that are being read, or about to be written: one entry for each `held` block.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Upkeep:
         self.busy: dict[object, int] = {}
         self._losses = Losses()
         self._guard = Guard()
-        #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
+        #: One for each tier, so that a second one that hangs does not hold up the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._waiting: set[tuple[object, ...]] = set()  # what is to be tidied when it is free
+        self._waiting: set[tuple[object, ...]] = set()  # calls of `_tidy` that wait for their turn
         #: Saves by step, in the order of their calls: of two under way, either may end first.
         self._called: list[tuple[int, SaveMoments]] = []
         self._steps: set[int] = set()  # all that were saved here
@@ -99,7 +99,7 @@ class Upkeep:
         self._is_told_of_metrics = False
 
     def start(self) -> None:
-        """Make the copies that are owed, and sweep."""
+        """Begin to make the copies that earlier runs owe, and to sweep."""
         second, path = self._second, self._keeper.root.path
         if second is not None:
             taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
@@ -142,7 +142,7 @@ class Upkeep:
         """Stop what is under way. From any thread; waits for nothing.
 
         Args:
-            error: What the block is left by, for the log; nothing is said without one.
+            error: What the block is left by. With one, the log says what is lost.
         """
         for step, moments in self.saves:
             if not moments.durable.done():
@@ -159,10 +159,10 @@ class Upkeep:
         end_saves([moments for _, moments in self.saves], error)
 
     def tidy_after(self, moments: SaveMoments | None) -> None:
-        """Let go of what is no longer kept, once a save is committed. On rank 0.
+        """Have what is no longer kept removed once a save is committed, on rank 0.
 
         Args:
-            moments: The save's; `None` to sweep only.
+            moments: The save; `None` to sweep only, at once.
         """
         engine = self._engine
         nothing_to_do = self._keep is None and self._sweep_after_s is None
@@ -175,9 +175,9 @@ class Upkeep:
             self.passes.pop(ended, None)  # a signal's handler that saves may have done so
 
     async def _take_up(self, second: SecondTier, path: str) -> None:
-        """Make what earlier runs owed, and let go of what is not kept of it.
+        """Make the copies that earlier runs owed; then tidy each tier that has a step of this run.
 
-        On no tier before a step of this run is there: which one it is about to load, nobody knows.
+        Not one that has none: nobody knows which step this run is about to load.
         """
         await second.take_up(path)
         for keeper in (second.keeper, self._keeper):
@@ -185,6 +185,7 @@ class Upkeep:
                 await self._tidy(keeper, is_after_save=True)
 
     async def _pass(self, moments: SaveMoments | None) -> None:
+        """Tidy each tier once it has the save, or make room if it is full; see `tidy_after`."""
         if moments is not None and not await moments.committed.ended():
             await self._make_room(self._keeper, moments.committed.error())
             return
@@ -201,12 +202,11 @@ class Upkeep:
             await self._tidy(self._keeper, is_after_save=True)
 
     async def _tidy(self, keeper: Keeper, *, is_after_save: bool, is_full: bool = False) -> None:
-        """Look after one tier.
+        """Remove what is not kept on one tier, and sweep it if that is due; one call at a time.
 
-        All its steps are looked at only where that is needed: in an object store, it takes a
-        request for each of them, and this is done for each that is saved. One that waits for its
-        turn looks at all that there is by then: it stands for those that come meanwhile, where
-        saves are quicker than removals.
+        A call returns at once while one like it waits for its turn, which looks at all by then.
+        With `is_after_save` the policy is applied, as it is known which step this run needs; with
+        `is_full`, all is swept that is known to be dead, due or not.
         """
         call = keeper, is_after_save, is_full
         if call in self._waiting:
@@ -226,7 +226,7 @@ class Upkeep:
             await self._thin_out()
 
     async def _thin_out(self) -> None:
-        """Let go of what the first tier need not have; the second one is asked in no turn."""
+        """Apply `keep_local`. Not in a turn: the second tier, which is asked, may hang."""
         if self._second is not None:
             try:
                 await self._second.thin_out(self._keeper, self.exempt, self._turns[self._keeper])
@@ -236,6 +236,7 @@ class Upkeep:
     async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool, is_full: bool) -> None:
         policy = self._keep if is_after_save else None
         quiet_s = self._sweep_after_s if is_full or self._is_sweep_due(keeper) else None
+        # only where it is needed: in an object store, it takes a request for each step
         found = None if policy is None and quiet_s is None else await keeper.find(aside=True)
         await self._look_ahead(keeper, found)
         if found is not None and policy is not None:
@@ -247,11 +248,10 @@ class Upkeep:
                 self._swept_s[keeper] = began_s
 
     async def _make_room(self, keeper: Keeper, error: BaseException | None) -> None:
-        """Remove what may go, if a save or a copy failed as the disk is full: for the next one.
+        """If a save or a copy failed because the disk is full, make room for the next one.
 
-        Steps that are not kept were to go when a save is committed, and none is as long as they
-        take its room: an earlier run was killed before, or kept more. But as in `_take_up`, none
-        goes until it is known which one this run needs.
+        Steps that an earlier run left are removed after a commit, and there is none as long as they
+        take its room. But as in `_take_up`, not before it is known which step this run needs.
         """
         if is_disk_full(error):  # of the two, either may fail
             await self._tidy(keeper, is_after_save=False, is_full=True)
@@ -285,7 +285,7 @@ class Upkeep:
             self._engine.emit(HigherStepFound(path=path, step=saved, highest=highest))
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
-        """Remove what is not kept."""
+        """Remove the steps that the policy does not keep, some at a time."""
         called = [moments.save_id for _, moments in self._called]
         removals = await keeper.plan(policy, self.exempt(keeper), found, called=called, aside=True)
         if not self._is_told_of_metrics:  # everything is kept then
@@ -300,10 +300,10 @@ class Upkeep:
                     raise error
 
     async def _let_go(self, step: int, save_id: str, keeper: Keeper) -> StorageError | None:
-        """Remove what a save made, unless somebody needs it by now.
+        """Remove the step that a save made, unless somebody needs it by now.
 
-        Gives why nobody can tell, or remove anything, as the storage does not answer. That is not
-        raised here: it would cut off the removals beside this one.
+        Gives the error, if the storage does not say whether it is owed, or does not answer. That is
+        not raised here, which would cut off the removals beside this one.
         """
         try:
             # whether or not this run has a second tier: while that is down, one may do without
@@ -322,28 +322,28 @@ class Upkeep:
         return None
 
     async def _owes(self, step: int, save_id: str) -> bool:
-        """Whether what a save made on the first tier is still to be copied."""
+        """Whether the step that a save made on the first tier is still to be copied."""
         storage = self._context.resolver.storage(self._keeper.root.join(step_name(step)))
         return await storage.has_note(save_id)
 
     def _is_in_a_hurry(self) -> bool:
-        """Whether what time is left belongs to the last save, which is not committed yet."""
+        """Whether the time that is left is needed by the last save, which is not committed yet."""
         return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
 
     def exempt(self, keeper: Keeper | None = None) -> set[int]:
-        """Name the steps that stay on a tier (the first): written, copied or read here, or needed.
+        """Name the steps that stay on a tier, the first if not given: under way here, or needed.
 
-        One that ends is the last one at once: between the two, a removal could look for it.
+        In this order: when the last save is no longer under way, it is needed already.
         """
         return self.under_way() | self._needed(keeper or self._keeper)
 
     def _needed(self, keeper: Keeper) -> set[int]:
-        """Name what this run saved last that is on a tier, or else all that it loaded."""
+        """Name the step that this run saved last on a tier; without one, all that it loaded."""
         last = self._last(is_copied=keeper is not self._keeper)
         return set(self._loaded) if last is None else {last}
 
     def _last(self, *, is_copied: bool = False) -> int | None:
-        """Give the step whose save was called last of those that were committed, or copied."""
+        """Give the step whose save was called last, of those that are committed, or copied."""
         for step, each in reversed(self._called):
             moment = each.durable if is_copied else each.committed
             if moment.done() and moment.error() is None:
@@ -357,7 +357,7 @@ class Upkeep:
 
     @contextmanager
     def held(self, step: int, *, is_load: bool = False) -> Iterator[None]:
-        """Have a step stay inside the block; one that is loaded, until one is saved.
+        """Keep a step from being removed inside the block; and once loaded, until one is saved.
 
         On any thread, without a lock.
         """
