@@ -99,7 +99,8 @@ class Checkpointer(Finding):
             lock tells whether a save is alive: in object stores, for a save of another host
             or from before a reboot, and for files of other ranks without the attempt file of
             rank 0. Checked on entering the block, and after a commit once that time has
-            passed again. A live save, here or elsewhere, is never touched.
+            passed again. When a save or a copy finds the disk full, what a lock shows to be dead
+            is removed without waiting that long. A live save, here or elsewhere, is never touched.
         engine: An open engine to use, which stays open; by default, one of its own.
         config: Options of its own engine.
         observer: Receives the events of its own engine.

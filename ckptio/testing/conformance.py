@@ -58,7 +58,7 @@ _DATA = bytes(range(256)) * 1024
 
 
 class BackendConformance:
-    """Tests of one backend. What cannot hold for it is left out by its traits alone.
+    """Tests of one backend. Its traits, and `has_uploads`, leave out what cannot hold for it.
 
     Attributes:
         url: Where tests may write; without a slash at its end.
