@@ -30,7 +30,7 @@ from ckptio.state.stateful import is_stateful
 from ckptio.state.wrappers import is_wrapper, wrapper_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -238,24 +238,24 @@ class Match:
         before = self.fills[: self.num_before]
         self.fills[: self.num_before] = [fill.checked(entries[fill.stored]) for fill in before]
 
-    def forgive_tied(self, template: Mapping[str, Any]) -> None:
+    def forgive_tied(self, template: Mapping[str, Any], keep: Predicate | None) -> None:
         """Strike what is missing but is the same memory as what is filled, or would be if it fit.
 
         Other programs (Hugging Face's) store tied parameters under one of their names.
 
         Args:
             template: Tensors of a module, by their whole names.
+            keep: Accepts names to load.
         """
         if not self.missing:
             return
         whole = [fill.tensor for fill in self.fills if fill.block is None]
-        tensors = [t.template if isinstance(t, Blank) else t for t in whole]
-        found = {memory_of(tensor) for tensor in (*tensors, *self.unfit) if _is_plain(tensor)}
-        self.missing = [
-            name
-            for name in self.missing
-            if not (_is_plain(template.get(name)) and memory_of(template[name]) in found)
-        ]
+        held = [each.template if isinstance(each, Blank) else each for each in whole]
+        there = template.keys() - self.missing
+        parts = [template[name] for name in there if keep is None or keep(name)]
+        held += filter(is_dtensor, parts)  # a rank may hold no element of one, and fill nothing
+        found = {*map(_memory_of, (*held, *self.unfit))} - {None}
+        self.missing = [n for n in self.missing if _memory_of(template.get(n)) not in found]
 
     def mark_written(self) -> None:
         """Tell autograd that wrapped tensors changed, as any in-place operation does."""
@@ -392,5 +392,8 @@ def leaves_in(fqn: str, target: Any, takes: Predicate | None = None) -> Iterator
         yield from leaves_in(join_fqn(fqn, key), value, takes)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_sharded(value)
+def _memory_of(value: Any) -> Hashable:
+    if is_dtensor(value):
+        return value.shape, memory_of(local_of(value))
+    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    return memory_of(value) if is_plain else None

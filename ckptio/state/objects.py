@@ -89,7 +89,8 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
         is_partial = self._keep is not None or self.match.num_left > num_left
         if is_module:
             self.match.modules[fqn] = target
-            self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
+            named = {join_fqn(fqn, key): value for key, value in template.items()}
+            self.match.forgive_tied(named, self._keep)
         has_blanks, stop = self._num_blanks > num_blanks, len(self.match.fills)
 
         def hand_over(rebuilder: Rebuilder) -> Any:

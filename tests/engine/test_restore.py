@@ -328,6 +328,30 @@ def test_an_fsdp_module_is_filled(device: str) -> None:
                 assert_same(local(parameter).detach(), state[name].chunk(2)[rank])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_an_fsdp_module_has_tied_parameters_by_any_of_their_names(name: str, device: str) -> None:
+    """On the rank that holds no element of them, too; nothing else is taken for tied."""
+    source = Tied("cpu")
+    other = "head" if name == "embed" else "embed"
+    state = {k: v for k, v in source.state_dict().items() if k != f"{other}.weight"}
+    saved = save(1, lambda _: state)
+    partial = save(1, lambda _: {k: v for k, v in state.items() if k != "norm.bias"})
+    for rank in range(4):
+        with as_rank(rank, 4):
+            module = Tied(device)
+            fully_shard(module, mesh=mesh_of((4,)))
+            load(saved, module)
+            assert module.head.weight is module.embed.weight
+            rows = source.embed.weight.detach()[2 * rank : 2 * rank + 2]
+            assert_same(local(module.head.weight).detach(), rows)
+            with pytest.raises(MismatchError, match=r"1 missing .*'norm.bias'"):
+                load(partial, fully_shard(Tied("cpu"), mesh=mesh_of((4,))))
+            keep = make_predicate([f"{other}.weight", "norm"])  # what it is tied to is not loaded
+            with pytest.raises(MismatchError, match=f"1 missing .*'{other}.weight'"):
+                load(saved, module, keep=keep)
+
+
 def stepped_plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Make an optimizer of two layers that has stepped both."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
