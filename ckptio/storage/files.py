@@ -64,7 +64,8 @@ def absolute(path: str) -> str:
     if ".." in parts:
         stop = len(parts) - parts[::-1].index("..")
         parts[:stop] = [os.path.realpath("/".join(parts[:stop]))]
-    return os.path.normpath("/".join(parts))
+    # normpath keeps two slashes at the beginning, as after a part that went up to the root
+    return "/" + os.path.normpath("/".join(parts)).lstrip("/")
 
 
 class PosixFiles:

@@ -189,6 +189,9 @@ def test_a_path_goes_up_from_where_links_lead(
     real = os.path.realpath(tmp_path)
     assert absolute("c") == f"{os.getcwd()}/c"
     assert absolute(f"{tmp_path}/up/../link/c") == f"{real}/a/link/c"
+    for path in ("/c", "//c", "/proc/../c", "/../c/"):  # each is one place, and has one name
+        assert absolute(path) == "/c"
+    assert absolute("/proc/..") == "/"
 
     def gone() -> str:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
