@@ -5,7 +5,7 @@ These are the faces of what the engine has in `moments`: they hold nothing of th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from ckptio._aio import outlive
 
@@ -132,6 +132,17 @@ class SaveHandle:
                 if self.durable.done() and not copied:
                     state = "committed, not copied"
         return f"<SaveHandle {self.path!r} {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse by name to be sent to another process, or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied, since its engine is here; send its path, or"
+            " what its result() returns"
+        )
 
     def __await__(self) -> Generator[object, None, CheckpointInfo]:
         """Wait for the commit on the running loop, without stopping it.

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
+import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -372,6 +374,13 @@ def test_a_handle_and_its_milestones_show_what_is_promised_and_no_more() -> None
     assert _public(handle.staged) == {"wait", "wait_done", "error", "done"}
     one_tier = Save().handle
     assert one_tier.durable is one_tier.committed
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_handle_is_not_copied_to_where_its_engine_is_not(copies: Callable[[Any], Any]) -> None:
+    """The error names it, and not what it is made of."""
+    with pytest.raises(TypeError, match=r"<SaveHandle 'p' staging> cannot be pickled.* its path"):
+        copies(Save().handle)
 
 
 def _public(value: object) -> set[str]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import pickle
 import re
 import signal
 import subprocess
@@ -338,3 +340,17 @@ async def test_a_path_that_python_cannot_write_is_refused(name: str) -> None:
         getattr(ckptio.sync, name)(*args)
     with pytest.raises(ConfigError, match="a very large int"):
         await getattr(ckptio, name)(*args)
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.deepcopy])
+def test_what_was_opened_is_not_copied_with_what_holds_it(
+    tmp_path: Path, copies: Callable[[Any], Any]
+) -> None:
+    """As a data set that goes to a worker does; before it is opened, a copy is another engine."""
+    with ckptio.sync.Engine(SMALL) as engine:
+        run = ckptio.sync.Checkpointer(tmp_path / "run", engine=engine)
+        for held in (engine, run):
+            with pytest.raises(TypeError, match=r"opened cannot be pickled or copied.*open one"):
+                copies({"engine": held})
+    with copy.deepcopy(ckptio.sync.Engine(SMALL)) as other:
+        other.save({"step": 1}, tmp_path / "c")

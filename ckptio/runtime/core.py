@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
@@ -93,6 +93,19 @@ class EngineCore:
         """Have it closed if nobody did that. It is idle (steps keep it); this waits for nothing."""
         if self._portal is not None and self.is_here:
             self._in_flight.soon(functools.partial(leave_behind, self.close))
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> str | tuple[Any, ...]:
+        """Refuse by name to be sent to another process, or copied with what holds the engine.
+
+        Raises:
+            TypeError: The engine has been opened.
+        """
+        if self._portal_block is not None:
+            raise TypeError(
+                "an engine that was opened cannot be pickled or copied: it has a thread and files"
+                " of this process; open one where it is needed"
+            )
+        return super().__reduce_ex__(protocol)
 
     @property
     def context(self) -> EngineContext:
