@@ -89,7 +89,8 @@ class Checkpointer(Finding):
             for the last save; if there are no signals either, the log says so.
         preempt_signals: Signals that announce the end of the run, such as `(signal.SIGTERM,)`.
             Inside the block they no longer have their former effect. It is enough if one rank
-            receives one. Requires the main thread. Forked children restore them.
+            receives one. Requires the main thread. Forked children restore them: workers of a
+            `DataLoader` that get it as well, as under torchrun, have to ignore it.
         preempt_deadline_s: Seconds after the signal by which the last save must be committed,
             and copied to a second tier if there is one. After that it is aborted, with
             removals, and leaving the block raises `SaveAbortedError`. A save that begins
