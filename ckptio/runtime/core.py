@@ -27,7 +27,7 @@ from ckptio.runtime.engine_options import config_of, require_observer, require_r
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import leave_behind, not_open, unsettled
 from ckptio.runtime.make_context import make_context, meet_ranks
-from ckptio.runtime.running import LoopThread, Running, cannot_leave, why_no_loop
+from ckptio.runtime.running import LoopThread, Running, cannot_copy, cannot_leave, why_no_loop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -95,16 +95,9 @@ class EngineCore:
             self._in_flight.soon(functools.partial(leave_behind, self.close))
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> str | tuple[Any, ...]:
-        """Refuse by name to be sent to another process, or copied with what holds the engine.
-
-        Raises:
-            TypeError: The engine has been opened.
-        """
+        """Refuse with a `TypeError` to be pickled or copied, if it has been opened."""
         if self._portal_block is not None:
-            raise TypeError(
-                "an engine that was opened cannot be pickled or copied: it has a thread and files"
-                " of this process; open one where it is needed"
-            )
+            raise cannot_copy()
         return super().__reduce_ex__(protocol)
 
     @property

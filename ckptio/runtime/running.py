@@ -109,6 +109,14 @@ class LoopThread:
             )
 
 
+def cannot_copy() -> TypeError:
+    """Say why an engine that was opened is not sent to another process, nor copied."""
+    return TypeError(
+        "an engine that was opened cannot be pickled or copied: it has a thread and files of this"
+        " process; open one where it is needed"
+    )
+
+
 def cannot_leave() -> ConfigError:
     """Give the error of an observer that leaves the engine whose thread it is on."""
     return ConfigError(
