@@ -321,7 +321,11 @@ class BlockReader:
         self._direct_fd = -1
         if direct:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
-                self._direct_fd = files.open(path, direct=True)
+                direct_fd = files.open(path, direct=True)
+                if os.path.samestat(self.status(), os.fstat(direct_fd)):
+                    self._direct_fd = direct_fd
+                else:  # another file has the name by now
+                    files.close(direct_fd)
         wanted = nbytes - start
         self.is_cached = wanted > 0 and self._num_cached(start, wanted) > _CACHED_SHARE * wanted
 

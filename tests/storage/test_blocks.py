@@ -387,6 +387,25 @@ def test_a_reader_is_closed_once(tmp_path: Path) -> None:
     assert files.num_open == 0
 
 
+def test_a_file_that_takes_the_name_meanwhile_is_not_read(tmp_path: Path) -> None:
+    """What is read is what `status` tells of, past the page cache, too."""
+    path, data = tmp_path / "f", bytes_of(9000)
+    path.write_bytes(data)
+    drop_cache(path)
+
+    class Files(RecordingFiles):
+        def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+            if direct:
+                (tmp_path / "new").write_bytes(bytes(9000))
+                os.replace(tmp_path / "new", path)
+            return super().open(path, direct=direct, writable=writable)
+
+    files = Files()
+    assert read(files, path, len(data)) == data
+    assert path.read_bytes() == bytes(9000)
+    assert files.num_open == 0
+
+
 def test_direct_io_can_be_switched_off(tmp_path: Path) -> None:
     """With `direct_io="off"` it is never asked for, and nothing is refused."""
     asked: list[bool] = []
