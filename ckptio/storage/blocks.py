@@ -291,9 +291,8 @@ class BlockReader:
         name: Its name in messages.
         nbytes: Its size as the manifest has it.
         direct: Whether to try to read past the page cache what is not in it.
-        start: The first byte that is wanted, if only a part is. What is before it is not counted:
-            that takes 0.03 to 3.5 ms a GiB, most where it was written in small pieces, and a file
-            may have thousands of parts.
+        start: The first byte that is wanted, if only a part is. What is before it is not counted,
+            which takes 0.03 to 3.5 ms a GiB: a file may have thousands of parts.
 
     Attributes:
         is_cached: Whether nearly all of what is wanted was in the page cache at first.
@@ -322,10 +321,12 @@ class BlockReader:
         if direct:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
                 direct_fd = files.open(path, direct=True)
-                if os.path.samestat(self.status(), os.fstat(direct_fd)):
-                    self._direct_fd = direct_fd
-                else:  # another file has the name by now
-                    files.close(direct_fd)
+                try:
+                    if os.path.samestat(self.status(), os.fstat(direct_fd)):
+                        self._direct_fd = direct_fd
+                finally:
+                    if self._direct_fd < 0:  # another file has the name by now
+                        files.close(direct_fd)
         wanted = nbytes - start
         self.is_cached = wanted > 0 and self._num_cached(start, wanted) > _CACHED_SHARE * wanted
 
