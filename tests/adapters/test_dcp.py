@@ -515,6 +515,24 @@ def test_stock_options_mean_what_they_say(tmp_path: Path) -> None:
     assert isinstance(causes[0], ConfigError)
 
 
+@pytest.mark.parametrize("path", [5, b"c", "", pathlib.Path("b2://bucket/c")], ids=str)
+def test_a_checkpoint_id_that_is_no_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
+) -> None:
+    """As a path is that a plug-in is made with; a URL that was made a path object is none."""
+    monkeypatch.chdir(tmp_path)
+    with cause() as causes:
+        save({"x": 1}, storage_writer=StorageWriter(config=QUICK), checkpoint_id=path)
+    assert isinstance(causes[0], ConfigError)
+    assert not list(tmp_path.iterdir())
+    reader = StorageReader(config=QUICK)
+    reader.reset(path)
+    with pytest.raises(ConfigError):
+        reader.read_metadata()
+    with pytest.raises(ConfigError):
+        reader.read_metadata(rank=0)
+
+
 @pytest.mark.parametrize("syncs", [False, True, None])
 def test_files_are_synced_as_they_are_told_to(
     *, syncs: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,7 @@ class StorageReader(dcp.StorageReader):
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
-            ConfigError: Neither the reader nor the call names a path.
+            ConfigError: Neither the reader nor the call names a path, or it is none.
             CorruptionError: What DCP has to know of it is damaged.
             FormatError: It was not saved by a `StorageWriter`; a `FormatVersionError` if it was,
                 by a newer version of ckptio.
@@ -149,6 +149,7 @@ class StorageReader(dcp.StorageReader):
             raise ConfigError(
                 "where to load from? give the reader a path, or the call a checkpoint_id"
             )
+        require_path(self.path, self._config)
         place = os.fspath(self.path)
         self._is_of_rank = kwargs.get("rank") is not None
         if self._is_of_rank:

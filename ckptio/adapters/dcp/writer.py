@@ -179,6 +179,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         before = self._end()
         if (to := before.next_path or self.path) is None:
             raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
+        require_path(to, self._options.config)
         self._require_syncing(to)
         path = os.fspath(to)
         rank = kwargs.get("rank")
