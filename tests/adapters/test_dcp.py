@@ -37,6 +37,9 @@ from tests.rig import assert_tidy, names_in
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -405,6 +408,21 @@ def test_unflattened_states_come_back(tmp_path: Path) -> None:
     load(target, tmp_path / "c", planner=planner)
     assert same(target, state)
     assert same(ckptio.sync.load(tmp_path / "c"), state)
+
+
+def test_what_a_planner_notes_has_to_be_portable(tmp_path: Path) -> None:
+    """Arrays are not, whatever they are compared with; the error names where they are."""
+
+    class Noting(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, dataclasses.replace(metadata, planner_data={"w": np.arange(2)})
+
+    with cause() as causes:
+        save({"w": torch.ones(2)}, tmp_path / "c", planner=Noting())
+    assert isinstance(causes[0], UnsupportedLeafError)
+    assert "planner_data.w" in str(causes[0])
+    assert not (tmp_path / "c").exists()
 
 
 def test_an_observer_hears_of_one_save(tmp_path: Path) -> None:

@@ -93,9 +93,10 @@ def encode_document(document: Document) -> bytes:
     """
     codec = ObjectEncoder(_refuse_leaf)
     paths = {item.fqn: item.path for item in document.items}
-    planner_data: Json = "paths"
-    if document.planner_data != paths:
-        planner_data = [codec.encode("planner_data", document.planner_data)]
+    # compared as they are stored: what a planner gave may have an equality of its own, as arrays do
+    planner_data: Json = [codec.encode("planner_data", document.planner_data)]
+    if planner_data == [codec.encode("planner_data", paths)]:
+        planner_data = "paths"
     rows: list[list[Json]] = []
     for item in document.items:
         row: list[Json] = [codec.encode("fqn", item.fqn), item.what]
