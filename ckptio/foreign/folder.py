@@ -86,7 +86,7 @@ class Folder(abc.ABC):
             FormatError: `name` is no name of a file in this directory.
         """
         if (
-            name in ("", ".", "..")
+            name in (".", "..")
             or "/" in name
             or "\0" in name
             or not 0 < _encoded_nbytes(name) <= _MAX_NAME_NBYTES
