@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ckptio import sync
 from ckptio.storage.store import ConditionFailedError, ObjectInfo, RefusedError, TransientError
@@ -76,6 +77,15 @@ class Forgetful(MemoryStore):
         return []
 
 
+class Full(MemoryStore):
+    """Says of every key that something is there."""
+
+    async def put(self, key: str, data: Any, *, absent: bool = False, match: str = "") -> str:
+        if absent:
+            raise ConditionFailedError("another object is there")
+        return await super().put(key, data, match=match)
+
+
 class Crowded(MemoryStore):
     """Has something everywhere."""
 
@@ -115,13 +125,13 @@ class Timeless(MemoryStore):
         return ObjectInfo(key=key, nbytes=found.nbytes, etag=found.etag)
 
 
-def failing(kind: str, how: FaultKind) -> MemoryStore:
+def failing(kind: str, how: FaultKind, of_class: type[MemoryStore] = MemoryStore) -> MemoryStore:
     """A store that fails all requests of a kind."""
 
     def fault(request: Operation) -> FaultKind | None:
         return how if request.kind == kind else None
 
-    return MemoryStore(Bucket(), fault=fault)
+    return of_class(Bucket(), fault=fault)
 
 
 def with_clock(ahead_s: float) -> MemoryStore:
@@ -165,6 +175,10 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
         lambda: Unclear(Bucket()),
         {"race": ("slow", "1 won, and 7 got no clear answer")},
     ),
+    "a race that nobody wins": (
+        lambda: Full(Bucket()),
+        {"race": ("slow", "0 won, and 0 got no clear answer")},
+    ),
     "a list with others": (
         lambda: Crowded(Bucket()),
         {"listing": ("no", "has objects"), "writing": ("no", "not listed at once"), **STAYS},
@@ -174,6 +188,7 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
     "wrong bytes": (lambda: failing("get", "corrupted"), {"reading": ("no", "not what was")}),
     "wrong ranges": (lambda: failing("get_into", "corrupted"), {"reading": ("no", "not what was")}),
     "no uploads": (lambda: failing("upload", "refused"), {"uploads": ("no", "failed: cannot")}),
+    "no parts": (lambda: failing("write", "refused"), {"uploads": ("no", "failed: cannot write")}),
     "uploads unseen": (
         lambda: failing("uploads", "refused"),
         {"uploads": ("slow", "cannot be listed")},
@@ -193,6 +208,10 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
     "no clock": (lambda: Timeless(Bucket()), {"clock": ("slow", "gives no times")}),
     "no removing": (lambda: Keeping(Bucket()), STAYS),
     "removing refused": (lambda: failing("delete", "refused"), STAYS),
+    "removing refused, and a list of nothing": (
+        lambda: failing("delete", "refused", Forgetful),
+        {"writing": ("no", "not listed at once"), "removing": ("no", "could be removed")},
+    ),
 }
 
 
@@ -233,7 +252,7 @@ def test_doctor_finds_parts_that_dead_saves_left(
     bucket = Bucket()
     for name in ("whole", "damaged"):
         open_store(MemoryStore(bucket))
-        sync.save({"w": 1}, f"{URL}/{name}", config=SMALL)
+        sync.save({"w": torch.ones(1)}, f"{URL}/{name}", config=SMALL)
     bucket.put("run/damaged/manifest.json", b'{"ckptio":2}')
     names = [f"data-{digit * 32}-00000-00000.safetensors" for digit in "abcd"]
     for key in ("run/whole/", "run/damaged/", "run/dead/", "run/deep/a/b/c/d/", "other/", "run/x"):
