@@ -66,7 +66,7 @@ def test_verify_names_tensor_file_and_offset_of_each_damage(
     [
         (2, "tensors w0, w1"),
         (8, "tensors w0, w1, w2, w3, w4, w5, w6, w7"),
-        (10, "tensors w0, w1, w2, w3, w4, w5, w6, w7, and 2 more"),
+        (9, "tensors w0, w1, w2, w3, w4, w5, w6, w7, and 1 more"),
     ],
 )
 def test_verify_names_the_first_of_many_tensors(
@@ -110,6 +110,14 @@ def test_verify_says_each_of_several(
     assert "no such regular file" in results[1]["damage"][0]["problem"]
     assert results[2]["damage"][0]["file"] == "manifest.json"
     assert results[3]["damage"] == []
+    assert main(["verify", paths[0], paths[2]]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    nbytes = format_nbytes(data_file(ckpt).stat().st_size)
+    assert lines[:3] == [
+        f"ok  {ckpt}  {nbytes} in 1 file",  # no places are damaged, and so none are counted
+        f"damaged  {torn}",  # nor where there is but the manifest
+        "  manifest.json",
+    ]
 
 
 def test_what_has_no_checksums_is_not_called_damaged(
