@@ -31,7 +31,9 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.foreign import objects
+from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.objects import ObjectFolder
+from ckptio.storage.requests import RequestLimit, Requests
 from ckptio.testing import run_virtual
 from ckptio.testing.bucket import MemoryBucket, StoredObject
 from ckptio.testing.objects import MemoryBackend, MemoryStore
@@ -43,7 +45,7 @@ from tests.foreign.rig import (
     save_hf,
     save_small,
 )
-from tests.foreign.test_dcp import save_chunks
+from tests.foreign.test_dcp import read_metadata, save_chunks, write_metadata
 from tests.rig import SMALL, config_with
 from tests.virtual import in_virtual_time
 
@@ -438,15 +440,21 @@ def test_a_file_at_the_root_of_a_file_system_is_found(
         sync.load("root://odd", config=SMALL)
 
 
-def test_an_index_that_leaves_its_folder_is_refused(
-    tmp_path: Path, store: CountedFileSystem
-) -> None:
-    """It is anybody's object."""
+def test_a_name_that_leaves_its_folder_is_refused(tmp_path: Path, store: CountedFileSystem) -> None:
+    """In an index or in metadata of DCP, which is anybody's object."""
     url = put(store, save_hf(tmp_path / "hf", make_weights()))
     index = b'{"weight_map": {"x": "../other/model.safetensors"}}'
     store.pipe_file("/top/hf/model.safetensors.index.json", index)
     with pytest.raises(FormatError, match="not inside"):
         sync.load(url, config=SMALL)
+    path, _ = save_as("dcp", tmp_path)
+    for name in ("../hf/model.safetensors", "..", "."):
+        metadata = read_metadata(path)
+        for place in metadata.storage_data.values():
+            place.relative_path = name
+        write_metadata(path, metadata)
+        with pytest.raises(FormatError, match="not inside"):
+            sync.load(put(store, path), config=SMALL)
 
 
 def test_an_engine_sees_that_an_object_was_replaced(
@@ -542,6 +550,40 @@ def test_a_read_that_fails_says_so_if_the_object_is_another_by_now(
     assert isinstance(caught.value, CheckpointChangedError) == (meanwhile != "stays")
 
 
+@pytest.mark.parametrize("etags", [("", ""), ("one", "other")])
+def test_what_is_looked_at_has_to_be_what_a_manifest_is_of(etags: tuple[str, str]) -> None:
+    """Before the manifest is taken or behind that; by its etag, or its size and time."""
+    bucket = MemoryBucket()
+    for key in ("same", "changed", "gone"):
+        bucket.objects[key] = StoredObject(b"data", etags[0], 1.0)
+
+    async def scenario() -> None:
+        bridge = Bridge(2)
+
+        def folder() -> ObjectFolder:
+            requests = Requests("mem://x", SMALL, RequestLimit(2), lambda _: None)
+            return ObjectFolder("mem://x", "", MemoryStore(bucket), requests, bridge, "")
+
+        async def look(folder: ObjectFolder, *names: str) -> list[bool]:
+            return await bridge.run(lambda: [folder.status(name) is not None for name in names])
+
+        first, early, late = folder(), folder(), folder()
+        assert await look(first, "same", "changed", "gone", "none") == [True, True, True, False]
+        if etags[0]:
+            bucket.objects["same"] = StoredObject(b"data", etags[0], 2.0)  # written once more
+        bucket.objects["changed"] = StoredObject(b"data", etags[1], 2.0)
+        del bucket.objects["gone"]
+        late.expect(first.seen())
+        assert await look(late, "same", "gone", "none") == [True, False, False]
+        with pytest.raises(CheckpointChangedError, match="of which the manifest was made"):
+            await look(late, "changed")
+        assert await look(early, "changed") == [True]
+        with pytest.raises(CheckpointChangedError, match="of which the manifest was made"):
+            early.expect(first.seen())
+
+    asyncio.run(scenario())
+
+
 def test_ours_at_a_url_comes_first_and_costs_nothing_more(store: CountedFileSystem) -> None:
     """One look fewer, in fact, than to ask what is there."""
     url = "counted://top/ours"
@@ -596,9 +638,15 @@ class Slow(ObjectFolder):
     def __init__(self, num_failures: int = 0) -> None:
         nothing: Any = None
         super().__init__("memory://x", "", nothing, nothing, nothing, "")
+        self.num_looks = 0
         self.reads: list[tuple[int, int]] = []
         self.reader: asyncio.Task[Any] | None = None
         self.num_failures = num_failures
+
+    async def _look_at(self, name: str) -> None:
+        del name
+        self.num_looks += 1
+        await asyncio.sleep(1.0)
 
     async def _read(self, name: str, start: int, stop: int) -> bytes:
         self.reads.append((start, stop))
@@ -608,6 +656,25 @@ class Slow(ObjectFolder):
             self.num_failures -= 1
             raise StorageError("not now", path=name)
         return bytes(at % 251 for at in range(start, stop))
+
+
+@in_virtual_time
+async def test_an_object_that_many_look_at_is_looked_at_once() -> None:
+    """Two looks might be at two objects, and what is read has to be of one."""
+    folder = Slow()
+    await asyncio.gather(*(folder._look_once("o") for _ in range(20)))
+    assert folder.num_looks == 1
+
+
+@in_virtual_time
+async def test_blocks_that_were_wanted_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be; and none is read that nobody asks for."""
+    monkeypatch.setattr(objects, "_MAX_BLOCKS", 2)
+    folder, nbytes = Slow(), objects._BLOCK_NBYTES
+    for number in (0, 1, 0, 2, 0, 1):
+        start = number * nbytes
+        assert len(await folder.read_blocks("o", 3 * nbytes, start, start + nbytes)) == nbytes
+    assert [start // nbytes for start, _ in folder.reads] == [0, 1, 2, 1]
 
 
 @in_virtual_time
