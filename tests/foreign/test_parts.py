@@ -76,6 +76,8 @@ def test_a_part_in_a_folder_is_no_tensor(tmp_path: Path, by: str) -> None:
                 engine.load_slice(path, "w", slice(0, 1))
             assert_same_state(engine.load(path, select="b"), {"b": torch.ones(4)})
         assert {tensor.name for tensor in engine.inspect(path).tensors} == {"w", "b"}
+    loaded = sync.load_with_report(path, select="b", config=SMALL)
+    assert not loaded.report.notes  # what is no part has nothing to be said of it
     for to in ("ckptio", "hf", "dcp", "safetensors"):
         with pytest.raises(FormatError, match=said):
             sync.convert(path, tmp_path / f"{to}.safetensors", to=to)
@@ -93,6 +95,9 @@ def test_an_index_that_counts_the_bytes_of_all_ranks_tells_of_parts(tmp_path: Pa
                 with pytest.raises(FormatError, match=f"{said}'{name}';"):
                     engine.load(folder, select=name)
     assert_same_state(sync.load(folder / _ONE, config=SMALL), {"w": half()})
+    save_file({"w": half()}, folder / _ONE, metadata={"DCP_SHARDING_INFO": "[]"})
+    with pytest.raises(FormatError, match=f"{said}'w';"):  # of a rank, too: it has a note
+        sync.load(folder, config=SMALL)
 
 
 @pytest.mark.parametrize("counted", [None, "144", 144.5, 80, 79, [[]], 10**30])
@@ -203,7 +208,14 @@ def test_a_note_that_nobody_can_read_is_said_to_be_one(tmp_path: Path, case: str
 
 @pytest.mark.parametrize(
     "note",
-    ['{"v": {"saved_offsets": [4]}}', '{"w": {"saved_offsets": []}}', "{}", '{"w\\u0000": 3}'],
+    [
+        '{"v": {"saved_offsets": [4]}}',
+        '{"w": {"saved_offsets": []}}',
+        '{"w": {"saved_offsets": [0, 0], "global_shape": [4, 4]}}',
+        '{"w": {"saved_offsets": [0, 0, 0], "global_shape": [4, 4, 2]}}',  # as of complex numbers
+        "{}",
+        '{"w\\u0000": 3}',
+    ],
 )
 def test_a_note_on_other_tensors_is_of_no_concern(tmp_path: Path, note: str) -> None:
     """Nor is one that says nothing of this one; whatever it says, there is no other error."""
