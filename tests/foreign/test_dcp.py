@@ -389,6 +389,11 @@ def test_a_file_that_was_cut_is_noticed_before_any_target_changes(folder: Path) 
         sync.load_with_report(folder, target, strict="ignore", config=SMALL)
     assert caught.value.fqns
     assert all(not t.any() for t in target["model"].values())
+    places = read_metadata(folder).storage_data
+    last = max(places, key=lambda index: int(places[index].offset))
+    os.truncate(file, places[last].offset - 1)  # what is behind the end has no bytes, not minus one
+    with pytest.raises(CorruptionError, match=f"only 0 bytes of {places[last].length}"):
+        sync.load(folder, select=last.fqn, config=SMALL)
 
 
 def test_objects_are_refused_by_name_unless_allowed_or_left_out(tmp_path: Path) -> None:

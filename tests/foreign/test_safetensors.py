@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from ckptio import sync
-from ckptio.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    MismatchError,
+    StorageError,
+)
+from ckptio.foreign import safetensors
 from tests.foreign.rig import assert_same_state, make_weights, save_hf
 from tests.rig import SMALL
 
@@ -269,6 +276,26 @@ def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> 
     index = {"weight_map": {"w": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError):
+        sync.load(folder, config=SMALL)
+
+
+def test_an_index_is_read_up_to_a_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is larger is no index, and is not read to its end."""
+    nbytes = (folder / "model.safetensors.index.json").stat().st_size
+    monkeypatch.setattr(safetensors, "_MAX_INDEX_NBYTES", nbytes)
+    assert_same_state(sync.load(folder, config=SMALL), make_weights())
+    monkeypatch.setattr(safetensors, "_MAX_INDEX_NBYTES", nbytes - 1)
+    with pytest.raises(FormatError, match=f"more than {nbytes - 1} bytes and is no index"):
+        sync.load(folder, config=SMALL)
+
+
+def test_a_link_in_a_loop_is_no_missing_file(folder: Path) -> None:
+    """Nobody can say what is there; the error names the link."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = next(iter(index["weight_map"].values()))
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    with pytest.raises(StorageError, match=f"cannot stat a file.*{name}"):
         sync.load(folder, config=SMALL)
 
 
