@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -23,6 +23,8 @@ from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.errors import (
     CheckpointChangedError,
+    CheckpointNotFoundError,
+    ConfigError,
     CorruptionError,
     FormatError,
     PlanError,
@@ -279,6 +281,11 @@ def test_a_file_that_is_cut_is_noticed_before_any_target_changes(tmp_path: Path,
         load(target, tmp_path / "c")
     assert isinstance(causes[0], CorruptionError)
     assert not any(t.any() for t in target.values())
+    reader, planner = StorageReader(tmp_path / "c", config=QUICK), DefaultLoadPlanner()
+    planner.set_up_planner(dict(target), reader.read_metadata(), is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    with pytest.raises(CorruptionError):  # of another rank than the one that looks
+        reader.prepare_global_plan([LoadPlan([]), plan])
     assert same(load({"t0": torch.zeros(70_000)}, tmp_path / "c"), {"t0": state["t0"]})
 
 
@@ -435,6 +442,17 @@ def test_a_malicious_manifest_runs_nothing(tmp_path: Path) -> None:
         lambda _, known: known["items"].append(["more", 99]),
         lambda _, known: known["items"].append(["w", 0]),
         lambda _, known: known["items"].append(["more", -1]),
+        lambda told, known: known["items"].append(["more", len(told["tensors"])]),
+        lambda _, known: known["items"].append(["more", [[60_000], [[True, [0]]]]]),
+        lambda _, known: known["items"].append(["more", [[60_000], [[99, [0]]]]]),
+        lambda _, known: known["items"].append(["more", [[60_000, 1], [[0, [0, 0]]]]]),
+        lambda _, known: known["items"].append(["more", [[60_000], [[0, [0, 0]]]]]),
+        lambda _, known: known["items"].append(["more", [[60_000, 1], [[0, [0]]]]]),
+        lambda _, known: known["items"].append(["more", [[-1], []]]),
+        lambda _, known: known["items"].append(["more", [[1 << 56], []]]),
+        lambda _, known: known["items"].append(["more", [[3, True], []]]),
+        lambda _, known: known["items"].append([5, 0, ["x"]]),
+        lambda _, known: known["items"].append(["x", 0, ["x", 1.5]]),
         lambda _, known: known["items"].append(["more", [[5], [[0, [3]]]]]),
         lambda _, known: known["items"].append([{"~": 0}, 0]),
         lambda _, known: known["items"].append(["x", "object", []]),
@@ -463,6 +481,42 @@ def test_a_document_that_contradicts_the_manifest_is_refused(tmp_path: Path, cha
         StorageReader(tmp_path / "c").read_metadata()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [["no"], ["step", "x"], ["l", 2], ["l", -2], ["l", "x"], ["d", 0], ["t", 0], ["d", "k", "x"]],
+    ids=str,
+)
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: list[str | int]) -> None:
+    """In a document that does not go with the tree."""
+    save({"step": 1, "l": [1, 2], "d": {"k": "v"}, "t": (1,)}, tmp_path / "c")
+    rewrite(tmp_path / "c", lambda _, known: known["items"].append(["x", "object", path]))
+    with cause() as causes:
+        load({"x": None}, tmp_path / "c")
+    assert isinstance(causes[0], FormatError)
+    assert "there is nothing at" in str(causes[0])
+
+
+def test_parts_of_a_tensor_come_back_where_they_lie(tmp_path: Path) -> None:
+    """Also where one is empty, and where no rank had anything of it."""
+    path = tmp_path / "c"
+    save({"v": torch.arange(3.0), "e": torch.ones(0), "s": torch.tensor(5.0)}, path)
+
+    def change(told: Any, known: Any) -> None:
+        at = {row[0]: number for number, row in enumerate(told["tensors"])}
+        parts = [[at["v"], [5]], [at["v"], [0]], [at["e"], [8]]]
+        known["items"] += [["w", [[8], parts]], ["scalar", [[], [[at["s"], []]]]], ["n", [[2], []]]]
+
+    rewrite(path, change)
+    target = {"w": torch.zeros(8), "scalar": torch.zeros(()), "n": torch.zeros(2)}
+    load(target, path)
+    assert target["w"].tolist() == [0, 1, 2, 0, 0, 0, 1, 2]
+    assert target["scalar"] == 5
+    entry: Any = StorageReader(path).read_metadata().state_dict_metadata["w"]
+    assert (entry.size, entry.properties.dtype) == ((8,), torch.float32)
+    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    assert places == [((5,), (3,)), ((0,), (3,)), ((8,), (0,))]
+
+
 def test_what_was_not_saved_through_dcp_is_named(tmp_path: Path) -> None:
     """With the way out."""
     ckptio.sync.save({"w": torch.ones(3)}, tmp_path / "c")
@@ -470,3 +524,25 @@ def test_what_was_not_saved_through_dcp_is_named(tmp_path: Path) -> None:
         StorageReader(tmp_path / "c", config=CheckpointConfig()).read_metadata()
     with pytest.raises(FileNotFoundError):
         StorageReader(tmp_path / "none").read_metadata()
+
+
+def test_a_reader_that_is_not_set_up_is_refused(tmp_path: Path) -> None:
+    """So is one that was reset, or did not find the next one; it knows nothing of those before."""
+    save(state_of(1.0), tmp_path / "c")
+    reader = StorageReader(config=QUICK)
+    with pytest.raises(ConfigError, match="where to load from"):
+        reader.read_metadata()
+    reader.reset(tmp_path / "c")
+    metadata = reader.read_metadata()
+    reader.reset()
+    with pytest.raises(ConfigError, match="did not set the reader up"):
+        reader.prepare_local_plan(LoadPlan([]))
+    reader.set_up_storage_reader(metadata, is_coordinator=False)  # read elsewhere
+    planned: Any = reader.prepare_local_plan(LoadPlan([])).storage_data
+    assert metadata.storage_meta is not None
+    assert planned.save_id == metadata.storage_meta.save_id
+    (tmp_path / "c").rename(tmp_path / "d")
+    with pytest.raises(CheckpointNotFoundError):
+        reader.read_metadata()
+    with pytest.raises(ConfigError, match="did not set the reader up"):
+        reader.prepare_local_plan(LoadPlan([]))

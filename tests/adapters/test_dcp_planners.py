@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime as dt
 import io
 import threading
@@ -23,7 +24,8 @@ from tests.strategies import bytes_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 
 @dataclass
@@ -296,3 +298,38 @@ def test_a_planner_that_leaves_ends_its_save(tmp_path: Path, leave: type[BaseExc
     assert [type(error) for error in causes] == [PlanError]
     assert type(causes[0].__cause__) is leave
     assert same(ckptio.sync.load(tmp_path / "c"), before)
+
+
+class Placing(DefaultSavePlanner):
+    """Says on its own where values are in the state."""
+
+    def __init__(self, planner_data: Any) -> None:
+        super().__init__()
+        self._planner_data = planner_data
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data=self._planner_data)
+
+
+@pytest.mark.parametrize(
+    ("planner_data", "tree"),
+    [
+        (None, {"v": 5, "w": "x"}),
+        ({"v": [1, (2,)], "other": 3}, {"v": 5, "w": "x"}),
+        ({"v": ("l", 0), "w": ("l", 1)}, {"l": [5, "x"]}),
+        ({"v": ("l", 1), "w": ("l", 2)}, {"l": {1: 5, 2: "x"}}),
+        ({"v": ("l", -1), "w": ("l", 0)}, {"l": {-1: 5, 0: "x"}}),
+        ({"v": ("l", 0), "w": ("l", "0")}, {"l": {0: 5, "0": "x"}}),
+        ({"v": ("p",), "w": ("p",)}, {"v": 5, "w": "x"}),  # one place for both
+        ({"v": ("p",), "w": ("p", "q")}, {"v": 5, "w": "x"}),  # one inside of the other
+        ({"v": ("p", "q"), "w": ("p",)}, {"v": 5, "w": "x"}),
+    ],
+    ids=str,
+)
+def test_values_are_where_a_planner_has_them(tmp_path: Path, planner_data: Any, tree: Any) -> None:
+    """Under their names where two have one place; and DCP finds each, and what the planner said."""
+    save({"v": 5, "w": "x"}, tmp_path / "c", planner=Placing(planner_data))
+    assert StorageReader(tmp_path / "c").read_metadata().planner_data == planner_data
+    assert same(load({"v": None, "w": None}, tmp_path / "c"), {"v": 5, "w": "x"})
+    assert same(ckptio.sync.load(tmp_path / "c"), tree)
