@@ -53,7 +53,7 @@ class SaveStaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveProgressed(Event):
-    """A slab was written.
+    """A part of a file was written, no larger than a slab.
 
     Attributes:
         save_id: The save's own id.
