@@ -48,6 +48,14 @@ class Unconditional(MemoryStore):
         return await super().put(key, data)
 
 
+class Replacing(MemoryStore):
+    """Knows the condition that a certain object is there, and no other."""
+
+    async def put(self, key: str, data: Any, *, absent: bool = False, match: str = "") -> str:
+        del absent
+        return await super().put(key, data, match=match)
+
+
 class Refusing(MemoryStore):
     """Knows no conditions."""
 
@@ -161,6 +169,13 @@ CASES: dict[str, tuple[Callable[[], MemoryStore], dict[str, tuple[str, str]]]] =
             "exclusive objects": ("slow", "If-None-Match is ignored"),
             "race": ("slow", "of 8 writers at once 8 won: two saves"),
             "unchanged objects": ("slow", "If-Match is ignored"),
+        },
+    ),
+    "one condition": (
+        lambda: Replacing(Bucket()),
+        {
+            "exclusive objects": ("slow", "If-None-Match is ignored"),
+            "race": ("slow", "of 8 writers at once 8 won: two saves"),
         },
     ),
     "conditions refused": (
