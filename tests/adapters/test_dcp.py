@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
 import ckptio
 from ckptio import events
-from ckptio.adapters.dcp import StorageReader, StorageWriter
+from ckptio.adapters.dcp import StorageReader, StorageWriter, document
 from ckptio.errors import ConfigError, UnsupportedLeafError
+from ckptio.format.encode import ObjectEncoder
 from tests.adapters.rig import QUICK, blank, cause, load, same, save
 from tests.foreign.rig import NO_DIST
 from tests.rig import assert_tidy, names_in
@@ -408,6 +409,33 @@ def test_unflattened_states_come_back(tmp_path: Path) -> None:
     load(target, tmp_path / "c", planner=planner)
     assert same(target, state)
     assert same(ckptio.sync.load(tmp_path / "c"), state)
+
+
+def test_paths_that_a_planner_notes_are_not_encoded_to_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a large model that would take longer than all else of the document."""
+    encoded = list[str]()
+
+    class Listening(ObjectEncoder):
+        def encode(self, fqn: str, value: Any) -> Any:
+            encoded.append(fqn)
+            return super().encode(fqn, value)
+
+    monkeypatch.setattr(document, "ObjectEncoder", Listening)
+    for paths, is_encoded in (
+        ({"a.b": ("a", "b")}, False),
+        ({"a.b": ("a.b",)}, True),
+        ({}, True),
+        ([], True),
+        ({"a.b": ("a", True)}, True),
+    ):
+        encoded.clear()
+        item = document.Item("a.b", "object", ("a", "b"))
+        document.encode_document(
+            document.Document((item,), nested=False, planner_data=paths, storage_meta={})
+        )
+        assert ("planner_data" in encoded) == is_encoded
 
 
 def test_what_a_planner_notes_has_to_be_portable(tmp_path: Path) -> None:

@@ -93,10 +93,9 @@ def encode_document(document: Document) -> bytes:
     """
     codec = ObjectEncoder(_refuse_leaf)
     paths = {item.fqn: item.path for item in document.items}
-    # compared as they are stored: what a planner gave may have an equality of its own, as arrays do
-    planner_data: Json = [codec.encode("planner_data", document.planner_data)]
-    if planner_data == [codec.encode("planner_data", paths)]:
-        planner_data = "paths"
+    planner_data: Json = "paths"
+    if not _are_paths(document.planner_data, paths):
+        planner_data = [codec.encode("planner_data", document.planner_data)]
     rows: list[list[Json]] = []
     for item in document.items:
         row: list[Json] = [codec.encode("fqn", item.fqn), item.what]
@@ -112,6 +111,19 @@ def encode_document(document: Document) -> bytes:
             "planner_data": planner_data,
             "storage_meta": codec.encode("storage_meta", dict(document.storage_meta)),
         }
+    )
+
+
+def _are_paths(given: Any, paths: Mapping[str, Path]) -> bool:
+    """Whether a planner gave just these; values with an equality of their own are not asked."""
+    if type(given) is not dict or len(given) != len(paths):
+        return False
+    return all(
+        type(name) is str
+        and type(path) is tuple
+        and all(type(key) in {str, int} for key in path)
+        and path == paths.get(name)
+        for name, path in given.items()
     )
 
 
