@@ -56,23 +56,35 @@ def tombs_in(directory: str, save_id: str = "") -> list[str]:
     return [match[0] for match in matches if match and save_id in ("", match[1])]
 
 
-def put_back(files: PosixFiles, directory: str, tomb: str) -> None:
+def put_back(files: PosixFiles, directory: str, tomb: str, *, may_stay: bool = False) -> None:
     """Make a checkpoint again of what was taken by mistake, unless another one was committed since.
 
     That one has replaced it: what was taken loses its name then, too, and its files are left over.
     Where no name is given on condition, a save that is committed between look and rename is
     replaced, as one that came first.
 
+    Args:
+        files: Operations to use.
+        directory: The checkpoint's directory.
+        tomb: The name of what was taken.
+        may_stay: Whether it stays where another one is there: nobody knows which one came first.
+
     Raises:
         OSError: It cannot be put back.
     """
     path, manifest = f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}"
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
+    try:
         try:
             files.publish(path, manifest)
         except NoExclusiveNames:
-            if not os.path.lexists(manifest):
-                files.replace(path, manifest)
+            if os.path.lexists(manifest):
+                raise FileExistsError(manifest) from None
+            files.replace(path, manifest)
+    except FileExistsError:
+        if may_stay:
+            return
+    except FileNotFoundError:
+        pass
     with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
         files.unlink(path)
 
@@ -104,7 +116,7 @@ def put_back_mistakes(files: PosixFiles, directory: str) -> None:
         with contextlib.suppress(FileNotFoundError, FormatError):  # then it is left over
             summary, _ = read_summary(files, f"{directory}/{tomb}")
             if is_to_be_put_back(directory, tomb, summary):
-                put_back(files, directory, tomb)
+                put_back(files, directory, tomb, may_stay=True)
                 if os.path.lexists(manifest):
                     return  # what else was taken stays beside it
 

@@ -170,6 +170,32 @@ def test_of_two_that_were_taken_by_mistake_one_is_put_back_and_the_other_one_sta
     assert committed(path) == CONTENTS[other]
 
 
+@pytest.mark.parametrize("mount", ["links", "renames", "no names"])
+def test_of_two_that_were_taken_by_mistake_none_is_lost_where_two_put_them_back(
+    tmp_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has looked for a checkpoint before the first one put one back."""
+    path, files, first = tmp_path / "c", MOUNTS[mount](None), [True]
+    path.mkdir()
+    for save_id in (B, C):
+        for name, data in CONTENTS[save_id].items():
+            (path / name).write_bytes(data)
+        (path / tomb_name(A)).write_bytes(manifest_of(save_id, CONTENTS[save_id]))
+
+    def listed(directory: str, save_id: str = "") -> list[str]:
+        found = tombs_in(directory, save_id)
+        if first:
+            first.clear()
+            put_back_mistakes(files, directory)
+        return found
+
+    monkeypatch.setattr("ckptio.storage.tombs.tombs_in", listed)
+    put_back_mistakes(files, str(path))
+    (stays,) = tombs_in(str(path))
+    names = ("manifest.json", stays)
+    assert {read_summary(files, f"{path}/{name}")[0].save_id for name in names} == {B, C}
+
+
 @pytest.mark.parametrize("before", ["fsync_dir", "unlink"])
 def test_a_copy_of_what_is_being_replaced_is_not_made(tmp_path: Path, before: str) -> None:
     """Right behind the exchange of the two its files are there: they are about to go."""
