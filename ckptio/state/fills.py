@@ -395,5 +395,5 @@ def leaves_in(fqn: str, target: Any, takes: Predicate | None = None) -> Iterator
 def _memory_of(value: Any) -> Hashable:
     if is_dtensor(value):
         return value.shape, memory_of(local_of(value))
-    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
-    return memory_of(value) if is_plain else None
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return memory_of(value) if is_dense and not is_sharded(value) else None

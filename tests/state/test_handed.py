@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckptio import PerRank, sync
+from ckptio.errors import MismatchError
 from ckptio.state.handed import handed_to
 from tests.rig import SMALL
 from tests.state.objects import Mean, Overriding, Turned, loaded_both
@@ -114,6 +115,16 @@ def test_a_module_may_turn_what_it_is_given(
     target, other = loaded_both(tmp_path, saved, target)
     for name, value in other.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
+
+
+def test_a_sparse_buffer_is_missing_like_others(tmp_path: Path) -> None:
+    """It has no one memory, and is tied to nothing."""
+    module = torch.nn.Linear(2, 3)
+    sync.save(module.state_dict(), tmp_path / "c", config=SMALL)
+    module.register_buffer("other", torch.eye(3).to_sparse())
+    with pytest.raises(MismatchError, match=r"1 missing from the checkpoint \('other'\)"):
+        sync.load(tmp_path / "c", into=module, config=SMALL)
+    sync.load_with_report(tmp_path / "c", into=module, strict="ignore", config=SMALL)
 
 
 @pytest.mark.parametrize("name", ["weight", "twin"])
