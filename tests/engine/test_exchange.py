@@ -31,6 +31,7 @@ from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from ckptio.testing.exchange import MemoryNetwork
+from tests.engine.test_pending import Device
 from tests.manifests import block_checksums
 from tests.rig import SAVE_IDS, contents_of, context_of, fill_attempt
 from tests.virtual import in_virtual_time
@@ -310,6 +311,54 @@ async def test_who_is_cancelled_hears_of_nothing_else(num_slabs: int) -> None:
         network.close()
 
 
+class OneWay(asyncio.Semaphore):
+    """A file is opened; it is closed when that is let in."""
+
+    def release(self) -> None:
+        """Nobody comes in for one who has left."""
+
+    def let_in(self) -> None:
+        super().release()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [None, StorageError("broken", path="memory"), PeerLostError("gone", ranks=(1,))],
+    ids=type,
+)
+@pytest.mark.parametrize("pool", [1, 4])
+@in_virtual_time
+async def test_who_is_cancelled_while_a_file_is_closed_closes_it(
+    failure: CheckpointError | None, pool: int
+) -> None:
+    """What failed before is raised; but not the loss of a rank, which others tell of.
+
+    The file is closed by the lane that reads its last unit; or, with one lane, behind the failure.
+    """
+    shared, others = Wanted(0, 0, 2 * SLAB, 0, 0), Wanted(1, 0, 9 * SLAB, 0, 0)
+    wish = Wish((2 * SLAB, 9 * SLAB), ((shared,), (shared, others)))
+    group = await group_of(wish, [config_of(pool)] * 2)
+    network, rank = MemoryNetwork(2), group.ranks()[0]
+    assert [unit.takers for unit, _ in rank.part.reads] == [(1,)] * 2
+    opens = rank.reading.opens = OneWay(1)
+    loading = asyncio.create_task(
+        read_shared(rank.part, rank.reading, network.links[0], rank.context), name="a rank"
+    )
+    await asyncio.sleep(1)
+    if failure is not None:
+        network.message(0, 1, rank.part.reads[0].unit.number).taken.set_exception(failure)
+        await asyncio.sleep(1)
+    for _ in range(2):
+        loading.cancel()
+        await asyncio.sleep(1)
+    assert not loading.done()
+    opens.let_in()
+    expected = StorageError if isinstance(failure, StorageError) else asyncio.CancelledError
+    with pytest.raises(expected):
+        await loading
+    group.assert_nothing_is_left(network)
+
+
 @in_virtual_time
 async def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
     """What it was at has not landed, and its file would stay open, whatever was read before."""
@@ -372,6 +421,18 @@ async def test_memory_is_bounded_whatever_the_size(seed: int, pool: int) -> None
 
 
 @in_virtual_time
+async def test_a_slab_stays_as_it_is_until_the_device_has_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a unit that is read as of one that is taken: the next one goes into the same slab."""
+    group = await group_of(all_of([200 * KiB], 2), [config_of(2)] * 2)
+    device, ranks = Device(monkeypatch), group.ranks()
+    await load(ranks, MemoryNetwork(2))
+    assert group.has_landed(ranks)
+    assert device.num_done == device.num_told == 2 * len(group.plan.units)
+
+
+@in_virtual_time
 async def test_an_exchange_does_not_need_the_pool() -> None:
     """While somebody else holds all of it, for as long as it likes."""
     wish = all_of([200 * KiB], 3)
@@ -403,6 +464,18 @@ async def test_what_is_damaged_on_the_way_does_not_land() -> None:
     assert unit.start <= error.start < error.stop <= unit.start + unit.nbytes
     assert not ranks[taker].tensors[unit.file][error.start : error.stop].any()
     group.assert_nothing_is_left(network)
+
+
+@in_virtual_time
+async def test_damage_is_not_taken_for_the_loss_of_a_rank() -> None:
+    """Who finds it breaks its link off, and what else is under way there may end before."""
+    group = await group_of(all_of([SLAB] * 3, 3), [config_of(4)] * 3)
+    for seed in range(30):
+        network = MemoryNetwork(3, seed=seed, max_delay_s=0.02)
+        network.damaged_tags.add(seed % 3)
+        ends = await ends_of(group.ranks(), network)
+        assert any(isinstance(end, CorruptionError) for end in ends)
+        group.assert_nothing_is_left(network)
 
 
 @in_virtual_time
