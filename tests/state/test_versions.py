@@ -168,6 +168,18 @@ def test_the_name_of_a_data_parallel_module_is_no_part_of_its_keys() -> None:
     assert matched(saved, target)[1]._metadata == {"module": one, "": two}
 
 
+def test_a_name_as_a_wrappers_is_a_modules_own_where_one_key_has_it() -> None:
+    """Whatever else is a key there."""
+    for other in ("w", 7):
+        saved = with_versions({"module.w": torch.ones(1), other: torch.ones(1)}, OF_BOTH[0])
+        target = with_versions({other: torch.zeros(1), "module.w": torch.zeros(1)}, OF_BOTH[1])
+        assert matched(saved, target)[1]._metadata == OF_BOTH[0]
+
+
+#: Versions of a module and of what is in it, older and newer.
+OF_BOTH = [{"": {"version": n}, "module": {"version": n}} for n in (1, 2)]
+
+
 def test_a_module_without_a_state_goes_with_what_it_is_in() -> None:
     one, two = {"version": 1}, {"version": 2}
     saved = with_versions({"a.w": torch.ones(1), "b.w": torch.ones(1)}, {"a.act": one, "c": one})
@@ -203,6 +215,38 @@ def test_a_part_of_an_older_module_is_refused(tmp_path: Path) -> None:
     assert values(target[2]) == values(saved[2])
     sync.load(tmp_path / "c", into={"m": target}, select="m.1.scale", strict="ignore")
     assert values(target[1]) == {"scale": [7.0, 7.0], "shift": [9.0, 9.0]}  # as it is told to
+
+
+@pytest.mark.parametrize(
+    ("own", "shown"),
+    [
+        ({"version": 2}, "version 2 in the target"),
+        ({"version": 2, "of": "x"}, "{'version': 2, 'of': 'x'} in the target"),
+        (7, "7 in the target"),  # as a hook may make it
+    ],
+)
+def test_a_module_is_named_with_all_that_it_says(own: Any, shown: str) -> None:
+    """The one that is the state itself has no name."""
+    values = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    saved, target = (with_versions(values, {"": v}) for v in ({"version": 1}, own))
+    match, _ = matched(saved, target, "a")
+    (found,) = match.mismatched
+    assert found.startswith(f"the whole state: {shown}, version 1 in the checkpoint, ")
+
+
+def test_what_has_no_versions_is_left_as_it_is() -> None:
+    """What is no tensor; keys that are no names; a plain dict."""
+    one, two = ({"": {"version": n}} for n in (1, 2))
+    saved = with_versions({"w": torch.ones(1), "n": 3}, one)
+    match, result = matched(saved, with_versions({"w": torch.zeros(1), "n": 0}, two))
+    assert match.agrees
+    assert (result["n"], result._metadata) == (3, one)
+    match, _ = matched(saved, with_versions({"w": torch.zeros(1), "n": 0, 7: 0}, two))
+    assert match.missing == ["7"]
+    _, result = matched(saved, {"w": torch.zeros(1), "n": 0})
+    assert type(result) is dict
+    _, result = matched(saved, with_versions({"w": torch.zeros(1), "n": 0}, 7))
+    assert result._metadata == one
 
 
 def first_version(net: torch.nn.Module) -> Any:
@@ -251,6 +295,14 @@ def test_a_batch_norm_of_before_it_counted_batches_goes_on_with_its_count(
     assert values(target) == values(expected)
 
 
+@pytest.mark.parametrize("entry", [{}, {"version": None}, {"version": "1"}])
+def test_what_says_no_version_is_of_before_there_were_any(entry: dict[str, Any]) -> None:
+    state = first_version(normed(3))
+    state._metadata["1"] = entry
+    match, _ = matched(state, normed(5).state_dict())
+    assert match.agrees
+
+
 def test_what_nobody_makes_up_is_refused_with_a_way_out(tmp_path: Path) -> None:
     """Other names, a count that was not stored though it was there, a part of batch norm."""
     saved = normed(3)
@@ -270,8 +322,16 @@ def test_what_nobody_makes_up_is_refused_with_a_way_out(tmp_path: Path) -> None:
     state = saved.state_dict()
     del state["1.num_batches_tracked"]
     sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
-    with pytest.raises(MismatchError, match=r"1 missing.*'m\.1\.num_batches_tracked'"):
-        sync.load(tmp_path / "c", into={"m": normed(5)})
+    for kind in (torch.nn.BatchNorm1d, Later):
+        target = torch.nn.Sequential(torch.nn.Linear(2, 2), kind(2))
+        with pytest.raises(MismatchError, match=r"1 missing.*'m\.1\.num_batches_tracked'"):
+            sync.load(tmp_path / "c", into={"m": target})
+
+
+class Later(torch.nn.BatchNorm1d):
+    """A batch norm of a later version, which counts batches as the one before."""
+
+    _version = 3
 
 
 def test_a_dict_of_the_caller_gets_the_versions_of_what_fills_it(tmp_path: Path) -> None:
