@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import subprocess
@@ -332,18 +333,40 @@ def test_a_copy_that_failed_is_told_as_what_it_is(
     )
 
 
+@pytest.mark.parametrize(
+    ("num", "rest", "num_told"),
+    [
+        (9, [], 8),  # and the last one is named
+        (10, ["and 1 others failed; the log has them all"], 10),
+        (20, ["and 11 others failed; the log has them all"], 20),
+    ],
+)
 def test_leaving_names_some_of_very_many_failures(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num: int, rest: list[str], num_told: int
 ) -> None:
-    """The log has all of them."""
+    """The log has all that are not named; the others only as a next save began."""
     sync.save(FULL, tmp_path / "a", config=SMALL)
     with pytest.raises(CheckpointExistsError) as caught, sync.Engine(SMALL) as engine:
-        for _ in range(20):
+        for _ in range(num):
             engine.start_save(FULL, tmp_path / "a").committed.wait_done()
-    *others, last = caught.value.__notes__
-    assert len(others) == 8
-    assert last == "and 11 others failed; the log has them all"
-    assert caplog.text.count("failed and nobody waited for it") == 20
+    assert caught.value.__notes__[8:] == rest
+    assert caplog.text.count("failed and nobody waited for it") == num_told
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_a_failure_is_raised_or_told_where_a_block_is_left_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[Exception] | None
+) -> None:
+    """By what leaves the block it would be hidden; raised, it is nothing for the log."""
+    sync.save(FULL, tmp_path / "a", config=SMALL)
+    engine = sync.Engine(SMALL)
+    with pytest.raises(error or CheckpointExistsError), engine:
+        engine.start_save(FULL, tmp_path / "a").committed.wait_done()
+        if error is not None:
+            raise error
+    del engine
+    gc.collect()
+    assert caplog.text.count("failed and nobody waited for it") == (error is not None)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from ckptio.runtime.aside import run_uninterrupted
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.running import Running
+from ckptio.runtime.solo import solo_engine
 from ckptio.staging.cuda import PendingCopies
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (
@@ -712,6 +713,48 @@ def test_aborting_a_step_that_waits_for_nothing_does_not_end_the_engine(core: En
         racing.abort()
         racing.wait_ended()
         assert core.call_blocking(step, "another") == 1
+
+
+def test_a_step_that_is_aborted_again_goes_on_with_its_end(core: EngineCore) -> None:
+    """It is cancelled once: what it does then has to be done."""
+    cleans, ended = threading.Event(), list[bool]()
+    may_end = asyncio.Event()
+
+    async def step(_: EngineContext) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleans.set()
+            await may_end.wait()
+            ended.append(True)
+
+    async def let_end(_: EngineContext) -> None:
+        may_end.set()
+
+    running: Running[None] = Running()
+    core.submit(step, "aborted twice", running)
+    running.abort()
+    assert cleans.wait(60)
+    running.abort()
+    core.call_blocking(let_end, "let it end")
+    running.wait_ended()
+    assert ended
+
+
+def test_a_closed_engine_has_given_its_memory_back(core: EngineCore) -> None:
+    """Whoever still refers to it; and what was pinned is unpinned."""
+    pool = core.context.pool
+    core.call_blocking(lambda _: pool.prewarm(), "prewarm")
+    assert pool.statistics().taken_nbytes > 0
+    core.close()
+    assert pool.statistics().taken_nbytes == 0
+
+
+def test_the_engine_of_one_call_is_closed_where_that_fails() -> None:
+    with pytest.raises(ZeroDivisionError), solo_engine(SMALL) as core:
+        raise ZeroDivisionError
+    with pytest.raises(EngineClosedError):
+        _ = core.context
 
 
 def test_devices_are_waited_for_though_one_has_failed() -> None:
