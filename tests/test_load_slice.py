@@ -211,13 +211,18 @@ def test_a_slice_of_a_view_reads_little_more(
     engine: sync.Engine, events: list[Event], tmp_path: Path
 ) -> None:
     """From its first byte to its last."""
-    base = torch.arange(300_000, dtype=torch.int32).reshape(-1, 100)
-    engine.save({"a": base, "v": base[10:]}, tmp_path / "c")
-    events.clear()
-    found = engine.load_slice(tmp_path / "c", "v", slice(3, 5))
-    assert torch.equal(found, base[13:15])
-    read = max(event.read_nbytes for event in events if isinstance(event, ReadProgressed))
-    assert 0 < read <= found.nbytes + 2 * BLOCK
+    base = torch.arange(300_000, dtype=torch.int32)
+    few, many = base.reshape(-1, 100)[10:], base.reshape(3, -1)[1:]
+    engine.save({"a": base, "few": few, "many": many}, tmp_path / "c")
+    for name, view, index in (
+        ("few", few, (slice(3, 5),)),
+        ("many", many, (slice(1), slice(5, 7))),
+    ):
+        events.clear()
+        found = engine.load_slice(tmp_path / "c", name, index)
+        assert torch.equal(found, view[index])
+        read = max(event.read_nbytes for event in events if isinstance(event, ReadProgressed))
+        assert 0 < read <= found.nbytes + 2 * BLOCK
 
 
 def test_a_slice_of_what_is_stored_as_bytes_is_refused(engine: sync.Engine, tmp_path: Path) -> None:
