@@ -92,17 +92,17 @@ class SharedPart:
 
 
 def plan_part(
-    manifest: Manifest, units: Iterable[Unit], wanted: Iterable[Wanted], rank: int
+    manifest: Manifest, units: Sequence[Unit], wanted: Iterable[Wanted], rank: int
 ) -> SharedPart:
     """Say what a rank does with its units of an `ExchangePlan`, and where their bytes land.
 
     Args:
         manifest: The one that was planned for.
-        units: The units that this rank reads or takes, as `decode_part` gives them.
+        units: The units that this rank reads or takes, in the common order, as `decode_part`
+            gives them.
         wanted: What this rank wants; what it gave to `block_runs`.
         rank: This rank.
     """
-    units = sorted(units)
     spans = [(unit.file, unit.start, unit.nbytes) for unit in units]
     segments = plan_spans(manifest, wanted, spans)
     landings = [Landing(unit, segment) for unit, segment in zip(units, segments, strict=True)]
@@ -347,7 +347,6 @@ class _Exchange:
     async def close_sources(self) -> None:
         """Close what is open after a failure. No lane is at work any more."""
         sources = [held.source for held in self._files.values() if held.source is not None]
-        self._files.clear()
         if sources:
             await shielded(self._close(sources))
 

@@ -263,7 +263,7 @@ class BlockWriter:
             written = with_room(self._files.pwrite, self._fd, rest, offset + done)
             if written <= 0:
                 raise OSError(errno.EIO, f"the system wrote {written} of {len(data) - done} bytes")
-            if self._direct and done + written < len(data):
+            if self._direct:  # whole pages, all of them
                 written = _whole_pages(written)  # again from the last whole page
             done += written
 
