@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckptio
-from ckptio.adapters.dcp import StorageReader
+from ckptio.adapters.dcp import StorageReader, document
 from ckptio.errors import FormatError, PlanError, TargetError, UnsupportedLeafError
 from tests.adapters.rig import blank, cause, load, same, save
 from tests.strategies import bytes_of
@@ -333,3 +333,16 @@ def test_values_are_where_a_planner_has_them(tmp_path: Path, planner_data: Any, 
     assert StorageReader(tmp_path / "c").read_metadata().planner_data == planner_data
     assert same(load({"v": None, "w": None}, tmp_path / "c"), {"v": 5, "w": "x"})
     assert same(ckptio.sync.load(tmp_path / "c"), tree)
+
+
+def test_a_document_that_readers_refuse_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look whole, and load no more."""
+    save({"v": 5}, tmp_path / "c", planner=Placing("x" * 1000))
+    monkeypatch.setattr(document, "MAX_DOCUMENT_NBYTES", 1000)
+    with cause() as causes:
+        save({"v": 6}, tmp_path / "c", planner=Placing("x" * 1000))
+    assert isinstance(causes[0], FormatError)
+    assert "readers take 1000" in str(causes[0])
+    assert same(load({"v": None}, tmp_path / "c"), {"v": 5})

@@ -90,6 +90,7 @@ def encode_document(document: Document) -> bytes:
 
     Raises:
         UnsupportedLeafError: What the planner gave has no portable form.
+        FormatError: It is larger than readers take.
     """
     codec = ObjectEncoder(_refuse_leaf)
     paths = {item.fqn: item.path for item in document.items}
@@ -102,7 +103,7 @@ def encode_document(document: Document) -> bytes:
         if item.path != tuple(item.fqn.split(".")):
             row.append([codec.encode("path", key) for key in item.path])
         rows.append(row)
-    return msgspec.json.encode(
+    data = msgspec.json.encode(
         {
             "version": DOCUMENT_VERSION,
             "nested": document.nested,
@@ -112,6 +113,12 @@ def encode_document(document: Document) -> bytes:
             "storage_meta": codec.encode("storage_meta", dict(document.storage_meta)),
         }
     )
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise FormatError(
+            f"what DCP has to know of the checkpoint takes {len(data)} bytes, and readers take"
+            f" {MAX_DOCUMENT_NBYTES}; have the planner note less"
+        )
+    return data
 
 
 def _are_paths(given: Any, paths: Mapping[str, Path]) -> bool:
