@@ -70,6 +70,7 @@ def put_back(files: PosixFiles, directory: str, tomb: str, *, may_stay: bool = F
         may_stay: Whether it stays where another one is there: nobody knows which one came first.
 
     Raises:
+        FileNotFoundError: Somebody took one of both away, just then.
         OSError: It cannot be put back.
     """
     path, manifest = f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}"
@@ -80,8 +81,8 @@ def put_back(files: PosixFiles, directory: str, tomb: str, *, may_stay: bool = F
             if os.path.lexists(manifest):
                 raise FileExistsError(manifest) from None
             files.replace(path, manifest)
-    except FileExistsError:
-        if may_stay:
+    except FileExistsError:  # or a server says so of a request that was sent twice
+        if may_stay and _read(files, manifest) != _read(files, path):
             return
     except FileNotFoundError:
         pass
@@ -137,5 +138,9 @@ def forget_mistakes(files: PosixFiles, directory: str, save_id: str, commit: byt
     for tomb in tombs_in(directory):
         path = f"{directory}/{tomb}"
         with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-            if tomb not in ours and read_regular(files, path, MAX_MANIFEST_NBYTES) == commit:
+            if tomb not in ours and _read(files, path) == commit:
                 files.unlink(path)
+
+
+def _read(files: PosixFiles, path: str) -> bytes:
+    return read_regular(files, path, MAX_MANIFEST_NBYTES)

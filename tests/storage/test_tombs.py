@@ -196,6 +196,24 @@ def test_of_two_that_were_taken_by_mistake_none_is_lost_where_two_put_them_back(
     assert {read_summary(files, f"{path}/{name}")[0].save_id for name in names} == {B, C}
 
 
+def test_what_is_put_back_by_a_request_that_was_sent_twice_has_one_name(tmp_path: Path) -> None:
+    """The second one is told that the name is taken, by the first; as on NFS."""
+
+    class Twice(RecordingFiles):
+        def publish(self, source: str, target: str) -> None:
+            super().publish(source, target)
+            super().publish(source, target)
+
+    path = tmp_path / "c"
+    path.mkdir()
+    for name, data in CONTENTS[B].items():
+        (path / name).write_bytes(data)
+    (path / tomb_name(A)).write_bytes(manifest_of(B, CONTENTS[B]))
+    put_back_mistakes(Twice(), str(path))
+    assert committed(path) == CONTENTS[B]
+    assert tombs_in(str(path)) == []
+
+
 @pytest.mark.parametrize("before", ["fsync_dir", "unlink"])
 def test_a_copy_of_what_is_being_replaced_is_not_made(tmp_path: Path, before: str) -> None:
     """Right behind the exchange of the two its files are there: they are about to go."""
