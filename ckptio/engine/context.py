@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ckptio._aio import run_blocking
 from ckptio._threads import Threads
 from ckptio.config import MiB
+from ckptio.engine.copies import Copies
 from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker
 from ckptio.engine.resolver import Resolver
@@ -105,7 +106,8 @@ class EngineContext:
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
         has_begun: Whether any save has found a place to write to.
-        copies: Copies to a second tier.
+        copies: What is known of copies to a second tier.
+        copy_line: Who of them goes when.
         notes: Notes of those that have not begun.
         turns: Saves under way, of which those to one place end one after another.
     """
@@ -135,7 +137,8 @@ class EngineContext:
     lanes: asyncio.Semaphore = field(init=False)
     cached_lanes: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
-    copies: CopyLine = field(init=False)
+    copies: Copies = field(default_factory=Copies)
+    copy_line: CopyLine = field(init=False)
     notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
     has_begun: bool = False
@@ -154,7 +157,7 @@ class EngineContext:
         self.lanes = asyncio.Semaphore(self.config.max_reads)
         self.cached_lanes = asyncio.Semaphore(num_cached_lanes(self.config))
         self.saves = asyncio.Semaphore(self.config.max_saves)
-        self.copies = CopyLine(self.config.max_tier_copies, self.config.num_slabs)
+        self.copy_line = CopyLine(self.config.max_tier_copies, self.config.num_slabs)
 
     def end_threads(self) -> None:
         """Let the threads end."""

@@ -220,12 +220,12 @@ class _Copy:
             context.emit(CopyQueued(path=job.source.path, to=job.target.path, save_id=job.save_id))
 
         if job.ticket is not None:  # so that no more look at a mount that hangs than may copy
-            await context.copies.turn(job.ticket)
+            await context.copy_line.turn(job.ticket)
         await job.target.locate()
         if job.target.identity == job.source.identity:
             raise ConfigError(f"then= is {job.target.path!r}, which is the checkpoint itself")
         await place.enter_async_context(
-            context.copies.place(job.ticket, job.target.identity, on_wait)
+            context.copy_line.place(job.ticket, job.target.identity, on_wait)
         )
         await self._send(await self._read())
 
@@ -238,7 +238,7 @@ class _Copy:
         a place for them.
         """
         if self._job.ticket is not None:
-            await self._context.copies.approach(self._job.ticket)
+            await self._context.copy_line.approach(self._job.ticket)
         beat_s = self._context.config.meet_timeout_s * _BEAT
         async with Siblings() as group:
             work = group.create_task(self._work(place), name=f"send {self._job.source.path}")

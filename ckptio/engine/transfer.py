@@ -83,7 +83,7 @@ async def transfer(
         file.num_left += 1
     try:
         async with Siblings() as group:
-            for number in range(min(context.copies.max_slabs, len(segments))):
+            for number in range(min(context.copy_line.max_slabs, len(segments))):
                 group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
     finally:
         for file in work.files.values():  # what a failure leaves open
@@ -140,7 +140,7 @@ class _Transfer:
     async def run(self) -> None:
         """Carry segments over until there are no more."""
         while True:
-            async with self.context.copies.slabs, self.context.pool.lease() as slab:
+            async with self.context.copy_line.slabs, self.context.pool.lease() as slab:
                 segment = next(self.segments, None)
                 if segment is None:
                     return

@@ -64,7 +64,7 @@ def begin_copy(
 
     async def copy_and_say(context: EngineContext) -> Say:
         _take_up_beside(core, parent_of(job.source.path), context)
-        context.copies.enter(job)
+        context.copy_line.enter(job)
         say = await _copied(job, moments, begins or moments.committed, context)
         if begins is None:
             say()
@@ -111,7 +111,8 @@ async def _copied(
         copies.unmade[job.name] = moments
         return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
-        copies.end(job)
+        context.copy_line.end(job)
+        copies.end(job.save_id)
         await context.notes.let_go(job.save_id)  # of a save that was not committed
     copies.has_replaced(job, unmade)
     if parent in copies.owing:  # the second tier is back

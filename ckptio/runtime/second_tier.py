@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.tier_line import CopyLine
+    from ckptio.engine.copies import Copies
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
     from ckptio.storage.interface import Storage
@@ -90,7 +90,7 @@ def look_for_other(
 
 
 async def _require_other(
-    first: Storage, second: Storage, looking: Running[bool], copies: CopyLine
+    first: Storage, second: Storage, looking: Running[bool], copies: Copies
 ) -> None:
     """Check, before a commit, that the second tier is not the first by a link.
 

@@ -273,7 +273,7 @@ async def test_a_copy_that_was_owed_is_stopped_if_its_step_is_discarded(
     async with engines(config=config_with(max_tier_copies=1), log=log) as (engine,):
         async with (
             contextlib.AsyncExitStack() as block,
-            engine._core.context.copies.place(None, "taken", lambda: None),
+            engine._core.context.copy_line.place(None, "taken", lambda: None),
         ):
             ckpt = await block.enter_async_context(checkpointer_on(engine, near, then=far))
             assert await asyncio.to_thread(log.has_one.wait, 60)

@@ -76,7 +76,7 @@ async def test_a_copy_that_misses_the_deadline_is_an_error(
     """The first tier may go with the machine. What is said is how it ended, not how it was."""
     async with (
         engines(config=config_with(max_tier_copies=1)) as (engine,),
-        engine._core.context.copies.place(None, "taken", lambda: None),
+        engine._core.context.copy_line.place(None, "taken", lambda: None),
     ):
         ckpt = checkpointer_on(
             engine, tmp_path / "near", then=tmp_path / "far", preempt_deadline_s=deadline_s

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckptio import sync
 from ckptio.config import KiB
-from ckptio.engine.tier_line import CopyLine
+from ckptio.engine.copies import Copies
 from ckptio.engine.tiers import CopyJob, is_replaced
 from ckptio.errors import (
     CheckpointChangedError,
@@ -555,17 +555,17 @@ async def test_a_copy_that_never_begins_holds_up_none_behind_it() -> None:
 @in_virtual_time
 async def test_a_copy_replaces_only_what_was_to_be_made_in_its_place() -> None:
     """One to another second tier that failed is missing there, and is still to be told of."""
-    line = CopyLine(1, 4)
+    copies = Copies()
     near, far, other = (MemoryStorage(name) for name in ("near/a", "far/a", "other/a"))
     failed = SaveMoments("near/a", "1" * 32, copy_to="other/a")
-    line.unmade[near.identity, "1" * 32] = failed
-    names = list(line.unmade)
+    copies.unmade[near.identity, "1" * 32] = failed
+    names = list(copies.unmade)
     job = CopyJob(save_id="2" * 32, key="", source=near, target=far, overwrite=True)
-    assert line.has_replaced(job, names) == []
-    assert list(line.unmade) == names
+    assert copies.has_replaced(job, names) == []
+    assert list(copies.unmade) == names
     job = CopyJob(save_id="2" * 32, key="", source=near, target=other, overwrite=True)
-    assert line.has_replaced(job, names) == ["1" * 32]
-    assert not line.unmade
+    assert copies.has_replaced(job, names) == ["1" * 32]
+    assert not copies.unmade
 
 
 @in_virtual_time

@@ -27,7 +27,7 @@ async def test_a_file_is_opened_once_whoever_brings_its_parts() -> None:
     places = storages("near/a", "far/a")
     near, far = places.values()
     async with inline_engine(places, LARGE) as engine:
-        assert engine._core.context.copies.max_slabs > 1
+        assert engine._core.context.copy_line.max_slabs > 1
         await engine.save(random_state([900 * KiB]), "near/a", then="far/a").durable
     kinds = [each.kind for each in (*near.operations, *far.operations)]
     assert kinds.count("open") == len(near.files)
@@ -54,4 +54,4 @@ async def test_all_copies_together_leave_slabs_to_saves() -> None:
         places["far/a"].fault = places["far/b"].fault = look
         for handle in handles:
             await handle.durable
-        assert max(leased) == context.copies.max_slabs * SMALL_FILES.slab_nbytes
+        assert max(leased) == context.copy_line.max_slabs * SMALL_FILES.slab_nbytes
