@@ -300,7 +300,9 @@ def test_a_handler_may_save_wherever_another_save_begins(tmp_path: Path) -> None
             where = ("/ckptio/checkpointer/", "/ckptio/runtime/leaving.py")
             went_on = interrupt_at(point, save, where, save_more)
             steps = {0, 1, 2} if went_on else {0, 1}
-            found = [{step for step, _ in saves} for saves in (upkeep.saves, upkeep._called)]
+            found = [
+                {step for step, _ in saves} for saves in (upkeep.steps.saves, upkeep.steps.called)
+            ]
             goes_on.set()
             assert found == [steps, steps]
             assert len(upkeep.passes) == len(steps)
@@ -309,7 +311,8 @@ def test_a_handler_may_save_wherever_another_save_begins(tmp_path: Path) -> None
 
 async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -> None:
     """On a loop that the main thread has: it stays known which step was saved last."""
-    point, went_on, where = 0, True, ("/ckptio/checkpointer/upkeep.py",)
+    point, went_on = 0, True
+    where = ("/ckptio/checkpointer/upkeep.py", "/ckptio/checkpointer/run_steps.py")
     while went_on:
         point += 1
         async with ckptio.Checkpointer(
@@ -332,7 +335,7 @@ async def test_a_handler_may_save_wherever_a_step_is_discarded(tmp_path: Path) -
             discarding.close()
             for handle in handles:
                 await handle
-            assert core.upkeep._last() == (2 if handles else None)
+            assert core.upkeep.steps.last() == (2 if handles else None)
     assert point > 2  # Python 3.12 has no call for a comprehension
 
 

@@ -201,7 +201,7 @@ class CheckpointerCore:
         """Give what leaving the block waits for: saves, and what comes after them."""
         if self._upkeep is None:
             return [], []
-        return [moments for _, moments in self._upkeep.saves], list(self._upkeep.passes)
+        return [moments for _, moments in self._upkeep.steps.saves], list(self._upkeep.passes)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
@@ -256,10 +256,10 @@ class CheckpointerCore:
         engine, upkeep = self.engine, self.upkeep
         with refusing(engine, "save"):
             if not self.ending.is_called:  # the last save is tried, however others have failed
-                upkeep.check()
+                upkeep.steps.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
-        with upkeep.held(step):  # else an older save of this step might be removed meanwhile
+        with upkeep.steps.held(step):  # else an older save of this step might be removed meanwhile
             moments = begin_save(
                 engine,
                 state,
@@ -269,7 +269,7 @@ class CheckpointerCore:
                 metadata=metadata,
                 permit=self._tier_check(step, overwrite=overwrite),
             )
-            upkeep.add(step, moments)
+            upkeep.steps.add(step, moments)
         self._pace.saved(step)
         self.ending.saved(step)
         self._asked_s = self.clock()
@@ -336,7 +336,7 @@ class CheckpointerCore:
         if not self.ending.is_called or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
-        late = [(step, save) for step, save in self.upkeep.saves if not save.durable.done()]
+        late = [(step, save) for step, save in self.upkeep.steps.saves if not save.durable.done()]
         self._late = late[-1] if late else None
         self.abort()  # removals, too: whoever leaves now must not wait for them
 
@@ -375,7 +375,7 @@ class CheckpointerCore:
         from ckptio.runtime.loading import load_flow  # noqa: PLC0415  # imports torch
 
         try:
-            with self.upkeep.held(step, is_load=True), advice(steps):
+            with self.upkeep.steps.held(step, is_load=True), advice(steps):
                 then = None if self._second is None else self._second.path(step)
                 load = functools.partial(load_flow, engine, self.path(step), asked, then)
                 try:

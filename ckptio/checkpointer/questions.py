@@ -113,7 +113,7 @@ class Questions:
         """Remove the steps above one from both tiers, and list them, lowest first."""
 
         async def discard() -> Sequence[int]:
-            busy = [step for step in self._upkeep.under_way() if step > after]
+            busy = [step for step in self._upkeep.steps.under_way() if step > after]
             if busy:
                 raise ConfigError(
                     f"step {min(busy)} is being saved, copied or read: wait for that, then discard"

@@ -11,21 +11,20 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
 from ckptio._failures import without_frames
-from ckptio.checkpointer.losses import Losses, is_disk_full
+from ckptio.checkpointer.losses import is_disk_full
 from ckptio.checkpointer.metrics import warn_of_unmeasured
+from ckptio.checkpointer.run_steps import RunSteps
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import CheckpointError, FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
-from ckptio.runtime.guard import Guard
-from ckptio.runtime.leaving import end_saves, unsettled
+from ckptio.runtime.leaving import end_saves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.tiers import SecondTier
@@ -37,16 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptio")
 
-#: Committed saves of which it is remembered in which order they were called.
-_NUM_REMEMBERED = 8
-
-
-def _is_committed(moments: SaveMoments) -> bool:
-    return moments.committed.done() and moments.committed.error() is None
-
 
 class Upkeep:
-    """The saves of a checkpointer, and what follows them.
+    """What follows the saves of a checkpointer: what is removed, swept, and copied late.
 
     Args:
         engine: Runs it.
@@ -58,9 +50,8 @@ class Upkeep:
         clock: Gives seconds that only rise.
 
     Attributes:
-        saves: Steps and their saves: those under way, and those whose failure nobody has seen.
+        steps: Those that this run saves and loads.
         passes: What runs in the background; some may have ended.
-        busy: Steps that are being read, or about to be written: one entry for each `held` block.
     """
 
     def __init__(
@@ -83,18 +74,11 @@ class Upkeep:
         self._is_ending = is_ending
         self._clock = clock
         self._swept_s: dict[Keeper, float] = {}
-        self.saves: list[tuple[int, SaveMoments]] = []
+        self.steps = RunSteps()
         self.passes: dict[Running[None], None] = {}  # changed without a lock
-        self.busy: dict[object, int] = {}
-        self._losses = Losses()
-        self._guard = Guard()
         #: One for each tier, so that a second one that hangs does not hold up the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[object, ...]] = set()  # calls of `_tidy` that wait for their turn
-        #: Saves by step, in the order of their calls: of two under way, either may end first.
-        self._called: list[tuple[int, SaveMoments]] = []
-        self._steps: set[int] = set()  # all that were saved here
-        self._loaded: set[int] = set()  # all that were loaded here
         self._is_warned = False
         self._is_told_of_metrics = False
 
@@ -107,44 +91,13 @@ class Upkeep:
         if self._sweep_after_s is not None:
             self.tidy_after(None)
 
-    def check(self) -> None:
-        """Look at how saves have ended, before another one begins; see `Losses.check`."""
-
-        def look() -> None:
-            self._losses.note(self.saves)
-            self._losses.check()
-
-        self._guard.run(look)
-
-    def add(self, step: int, moments: SaveMoments) -> None:
-        """Take a save that has begun. From any thread, several at a time.
-
-        A signal's handler that saves may come in between: what it has added by then stays.
-        """
-
-        def take() -> None:
-            self._steps.add(step)
-            while True:
-                called, saves = self._called, self.saves
-                goes = [call for call in called if call[1].committed.error() is not None]
-                goes += [call for call in called if _is_committed(call[1])][:-_NUM_REMEMBERED]
-                left = [call for call in called if call not in goes] + [(step, moments)]
-                self._losses.note(saves)
-                waiting = unsettled(moments for _, moments in saves)
-                under_way = [(s, m) for s, m in saves if m in waiting] + [(step, moments)]
-                if self._called is called and self.saves is saves:  # no call before what follows
-                    self._called, self.saves = left, under_way
-                    return
-
-        self._guard.run(take)
-
     def abort(self, error: BaseException | None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
 
         Args:
             error: What the block is left by. With one, the log says what is lost.
         """
-        for step, moments in self.saves:
+        for step, moments in self.steps.saves:
             if not moments.durable.done():
                 what = "copy" if moments.committed.done() else "save"
                 if error is not None:
@@ -156,7 +109,7 @@ class Upkeep:
 
     def end(self, error: BaseException | None) -> None:
         """See to it that every failure was seen; see `runtime.leaving.end_saves`."""
-        end_saves([moments for _, moments in self.saves], error)
+        end_saves([moments for _, moments in self.steps.saves], error)
 
     def tidy_after(self, moments: SaveMoments | None) -> None:
         """Have what is no longer kept removed once a save is committed, on rank 0.
@@ -181,7 +134,7 @@ class Upkeep:
         """
         await second.take_up(path)
         for keeper in (second.keeper, self._keeper):
-            if self._last(is_copied=keeper is second.keeper) is not None:
+            if self.steps.last(is_copied=keeper is second.keeper) is not None:
                 await self._tidy(keeper, is_after_save=True)
 
     async def _pass(self, moments: SaveMoments | None) -> None:
@@ -229,7 +182,9 @@ class Upkeep:
         """Apply `keep_local`. Not in a turn: the second tier, which is asked, may hang."""
         if self._second is not None:
             try:
-                await self._second.thin_out(self._keeper, self.exempt, self._turns[self._keeper])
+                await self._second.thin_out(
+                    self._keeper, self.steps.exempt, self._turns[self._keeper]
+                )
             except Exception as error:  # as above
                 self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=error))
 
@@ -255,7 +210,7 @@ class Upkeep:
         """
         if is_disk_full(error):  # of the two, either may fail
             await self._tidy(keeper, is_after_save=False, is_full=True)
-            if self._needed(self._keeper):
+            if self.steps.needed():
                 await self._tidy(keeper, is_after_save=True)
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
@@ -268,17 +223,17 @@ class Upkeep:
 
     async def _sweep(self, keeper: Keeper, found: Sequence[Found], quiet_s: float) -> None:
         """Remove what dead saves left."""
-        exempt: Callable[[], set[int]] = self.exempt
+        exempt: Callable[[], set[int]] = self.steps.exempt
         if self._second is not None and keeper is self._second.keeper:
             exempt = await self._second.exempt_from_sweep(exempt, found, self._keeper.root)
         await keeper.sweep(quiet_s, exempt, found)
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
         """Say, once, that a load will take another step than the one that was saved last."""
-        saved = self._last()
+        saved = self.steps.last()
         if saved is None or self._is_warned:
             return
-        higher = await keeper.newest(1, above=saved, but=self._steps, found=found)
+        higher = await keeper.newest(1, above=saved, but=self.steps.saved, found=found)
         if higher and not self._is_warned:
             self._is_warned = True
             path, highest = self._keeper.root.path, higher[0]
@@ -286,8 +241,8 @@ class Upkeep:
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove the steps that the policy does not keep, some at a time."""
-        called = [moments.save_id for _, moments in self._called]
-        removals = await keeper.plan(policy, self.exempt(keeper), found, called=called, aside=True)
+        called = [moments.save_id for _, moments in self.steps.called]
+        removals = await keeper.plan(policy, self._exempt(keeper), found, called=called, aside=True)
         if not self._is_told_of_metrics:  # everything is kept then
             self._is_told_of_metrics = warn_of_unmeasured(policy, keeper.known, keeper.root.path)
         going = list(removals.items())
@@ -314,8 +269,8 @@ class Upkeep:
         if self._second is not None and keeper is self._second.keeper:
             turn = self._turns[self._keeper]
             with contextlib.suppress(CheckpointError):  # `thin_out` tells of it
-                await self._second.thin_out_step(step, self._keeper, self.exempt, turn)
-        if step not in self.exempt(keeper) and not self._is_in_a_hurry():
+                await self._second.thin_out_step(step, self._keeper, self.steps.exempt, turn)
+        if step not in self._exempt(keeper) and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
                 return without_frames(removal.error)
@@ -328,47 +283,13 @@ class Upkeep:
 
     def _is_in_a_hurry(self) -> bool:
         """Whether the time that is left is needed by the last save, which is not committed yet."""
-        return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
+        return self._is_ending() and any(
+            not moments.committed.done() for _, moments in self.steps.saves
+        )
 
-    def exempt(self, keeper: Keeper | None = None) -> set[int]:
-        """Name the steps that stay on a tier, the first if not given: under way here, or needed.
-
-        In this order: when the last save is no longer under way, it is needed already.
-        """
-        return self.under_way() | self._needed(keeper or self._keeper)
-
-    def _needed(self, keeper: Keeper) -> set[int]:
-        """Name the step that this run saved last on a tier; without one, all that it loaded."""
-        last = self._last(is_copied=keeper is not self._keeper)
-        return set(self._loaded) if last is None else {last}
-
-    def _last(self, *, is_copied: bool = False) -> int | None:
-        """Give the step whose save was called last, of those that are committed, or copied."""
-        for step, each in reversed(self._called):
-            moment = each.durable if is_copied else each.committed
-            if moment.done() and moment.error() is None:
-                return step
-        return None
-
-    def under_way(self) -> set[int]:
-        """Name the steps that are being written, copied or read here."""
-        writing = {step for step, moments in self.saves if not moments.durable.done()}
-        return writing.union(list(self.busy.values()))
-
-    @contextmanager
-    def held(self, step: int, *, is_load: bool = False) -> Iterator[None]:
-        """Keep a step from being removed inside the block; and once loaded, until one is saved.
-
-        On any thread, without a lock.
-        """
-        block = object()
-        try:
-            self.busy[block] = step
-            yield
-            if is_load:
-                self._loaded.add(step)
-        finally:
-            self.busy.pop(block, None)
+    def _exempt(self, keeper: Keeper) -> set[int]:
+        """Name the steps that stay on a tier; see `RunSteps.exempt`."""
+        return self.steps.exempt(is_copied=keeper is not self._keeper)
 
     async def discard(self, keeper: Keeper, step: int) -> None:
         """Remove a step that somebody does not want.
@@ -376,17 +297,8 @@ class Upkeep:
         Raises:
             CheckpointError: It cannot be removed.
         """
-
-        def forget() -> None:
-            while True:  # as in `add`: the loop may be of the main thread
-                called = self._called
-                left = [(s, m) for s, m in called if s != step or not m.committed.done()]
-                if self._called is called:  # no call before what follows
-                    self._called = left
-                    return
-
         async with self._turns[keeper]:
-            await self._guard.run_aside(forget)
+            await self.steps.forget(step)
             error = (await keeper.remove(step)).error
         if isinstance(error, FormatError):
             damaged = type(error)(f"{keeper.root.join(step_name(step))!r}: {error}")

@@ -102,7 +102,7 @@ class _Watching:
         self.exempt: set[int] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        self.exempt = self._ckpt._core.upkeep.exempt()
+        self.exempt = self._ckpt._core.upkeep.steps.exempt()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,10 +116,10 @@ async def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
         watching = _Watching(ckpt)
         handle = ckpt.save({"x": watching}, 7)
         assert watching.exempt == {7}
-        assert ckpt._core.upkeep.exempt() == {7}
+        assert ckpt._core.upkeep.steps.exempt() == {7}
         await handle
         await ckpt.save({}, 8)
-        assert ckpt._core.upkeep.exempt() == {8}
+        assert ckpt._core.upkeep.steps.exempt() == {8}
 
 
 @pytest.mark.parametrize("num_turns", range(6))
@@ -232,9 +232,9 @@ async def test_what_is_removed_by_hand_is_not_what_was_saved_last(tmp_path: Path
         for step in (3, 10):
             await ckpt.save(filled_state(SIZES, step), step)
         upkeep = ckpt._core.upkeep
-        assert upkeep.exempt() == {10}
+        assert upkeep.steps.exempt() == {10}
         await ckpt.discard_after(5)
-        assert upkeep.exempt() == {3}
+        assert upkeep.steps.exempt() == {3}
 
 
 @given(seed=seeds, is_second_slow=st.booleans())
@@ -372,7 +372,7 @@ class _Reading(LocalRoot):
         self._num_removed += 1
         if self._num_removed == MAX_REMOVALS:
             self.load = asyncio.get_running_loop().create_task(self._ckpt.load(step=self._step))
-            while self._step not in self._ckpt._core.upkeep.busy.values():
+            while self._step not in self._ckpt._core.upkeep.steps.busy.values():
                 await asyncio.sleep(0)
         return nbytes
 

@@ -183,6 +183,6 @@ def test_a_long_run_remembers_no_steps(tmp_path: Path) -> None:
             ckpt.save({"w": torch.ones(2)}, step)
             ckpt.load(step=step)
             ckpt.steps()
-        assert not ckpt._core.upkeep.busy
-        assert [step for step, _ in ckpt._core.upkeep.saves] == [3]
+        assert not ckpt._core.upkeep.steps.busy
+        assert [step for step, _ in ckpt._core.upkeep.steps.saves] == [3]
         assert not ckpt._core._pace._found
