@@ -69,7 +69,7 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
         ConfigError: Blocks of the checkpoint do not fit the slabs of this engine.
     """
     require_slabs(reading.manifest, context)
-    reading.storage.recall(reading.manifest)
+    reading.storage.remember(reading.manifest)
     entries = [reading.manifest.files[i] for i in files]
     if not entries:
         return set()

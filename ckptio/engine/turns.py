@@ -102,7 +102,7 @@ class Turn:
         """Whether another save is to the same place; no where that does not answer."""
         if other.storage.path == self.storage.path:
             return True
-        return (other.identity or await other.storage.find()) == self.identity
+        return (other.identity or await other.storage.identify_now()) == self.identity
 
 
 @contextlib.contextmanager

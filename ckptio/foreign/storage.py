@@ -78,9 +78,9 @@ class AnyStorage:
         """Give `identity` as it is now; see `storage.interface.Storage`."""
         return await self._inner.identify()
 
-    async def find(self) -> str | None:
+    async def identify_now(self) -> str | None:
         """Give `identity` if it answers; see `storage.interface.Storage`."""
-        return await self._inner.find()
+        return await self._inner.identify_now()
 
     async def locate(self, *, gives_up: bool = True) -> bool:
         """Find `identity` out; see `storage.interface.Storage`."""
@@ -159,7 +159,7 @@ class AnyStorage:
         self._take_as_ours()
         return found
 
-    def recall(self, manifest: Manifest) -> None:
+    def remember(self, manifest: Manifest) -> None:
         """Take over from a manifest that is known whose the checkpoint is, and that of its files.
 
         So nobody has to look whose it is, if it is ours; and other files than those that the

@@ -150,7 +150,7 @@ class Storage(Protocol):
         """Give `identity` without blocking the loop, however long the place takes to answer."""
         ...
 
-    async def find(self) -> str | None:
+    async def identify_now(self) -> str | None:
         """Give `identity` as it is now; `None` if the place says nothing for some seconds.
 
         The thread that looks at it is given up then, and holds nothing.
@@ -222,7 +222,7 @@ class Storage(Protocol):
         """
         ...
 
-    def recall(self, manifest: Manifest) -> None:
+    def remember(self, manifest: Manifest) -> None:
         """Take note of a manifest that the caller has already read. Touches nothing."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:

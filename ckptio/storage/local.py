@@ -94,7 +94,7 @@ class LocalStorage:
         except TimeoutError:  # no thread begins
             return await run_blocking(self._executor, follow)
 
-    async def find(self) -> str | None:
+    async def identify_now(self) -> str | None:
         """Follow links on a thread that is given up if need be; see `interface.Storage`."""
         with contextlib.suppress(TimeoutError):
             return await run_or_give_up(self._look, _LOOK_S, "ckptio-look", self._path)
@@ -102,7 +102,7 @@ class LocalStorage:
 
     async def locate(self, *, gives_up: bool = True) -> bool:
         """Find `identity` out on a thread of its own; see `interface.Storage`."""
-        found = await (self.find() if gives_up else self.identify())
+        found = await (self.identify_now() if gives_up else self.identify())
         self._located = self._located or found or self._path
         return found is not None
 
@@ -216,7 +216,7 @@ class LocalStorage:
         """Nothing: `read_manifest` says it; see `interface.Storage`."""
         return ""
 
-    def recall(self, manifest: Manifest) -> None:
+    def remember(self, manifest: Manifest) -> None:
         """Nothing: there is no need to know; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:

@@ -90,7 +90,7 @@ class ObjectStorage:
         """The same; see `interface.Storage`."""
         return self.identity
 
-    find = identify  # it has always answered
+    identify_now = identify  # it has always answered
 
     async def locate(self, *, gives_up: bool = True) -> bool:
         """Nothing: its name says where it is; see `interface.Storage`."""
@@ -146,7 +146,7 @@ class ObjectStorage:
         found = [name for name, info in zip(last, looks, strict=True) if info is not None]
         return found[-1] if found else ""
 
-    def recall(self, manifest: Manifest) -> None:
+    def remember(self, manifest: Manifest) -> None:
         """Nothing: there is no need to know; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:

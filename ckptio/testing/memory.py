@@ -123,7 +123,7 @@ class MemoryStorage:
         """The same; see `interface.Storage`."""
         return self.identity
 
-    find = identify  # it has always answered
+    identify_now = identify  # it has always answered
 
     async def locate(self, *, gives_up: bool = True) -> bool:  # noqa: ARG002  # as others are
         """Do nothing: its name says where it is; see `interface.Storage`."""
@@ -211,7 +211,7 @@ class MemoryStorage:
         """Find nothing: there are no directories; see `interface.Storage`."""
         return ""
 
-    def recall(self, manifest: Manifest) -> None:
+    def remember(self, manifest: Manifest) -> None:
         """Do nothing with a manifest that is known; see `interface.Storage`."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:

@@ -542,7 +542,7 @@ async def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
 
     storage, other_storage = MemoryStorage("memory"), MemoryStorage("other")
     recalled: list[object] = []
-    monkeypatch.setattr(storage, "recall", recalled.append)
+    monkeypatch.setattr(storage, "remember", recalled.append)
     async with inline_engine({"memory": storage, "other": other_storage}) as engine:
         await engine.save({**tensors, "n": [1, 2]}, "memory")
         await engine.save({**tensors, "n": [1, 2]}, "other")

@@ -39,7 +39,7 @@ class SlowStorage(MemoryStorage):
 class LostStorage(SlowStorage):
     """Does not say where it is for long, and is given up then."""
 
-    async def find(self) -> str | None:  # type: ignore[override]
+    async def identify_now(self) -> str | None:  # type: ignore[override]
         await asyncio.sleep(5)
         return None
 

@@ -755,7 +755,7 @@ async def test_a_manifest_that_cannot_be_read_now_is_no_damage(
 async def test_what_is_not_there_can_be_looked_for(tmp_path: Path, executor: Executor) -> None:
     """It leads to itself, and has no manifest."""
     storage = storage_at(tmp_path / "c", executor)
-    assert await storage.find() == str(tmp_path / "c")
+    assert await storage.identify_now() == str(tmp_path / "c")
     assert await storage.locate()
     with pytest.raises(CheckpointNotFoundError):
         await storage.peek_manifest()
