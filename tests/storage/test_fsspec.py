@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import datetime as dt
 import errno
 import ftplib
@@ -565,42 +563,6 @@ async def test_a_host_is_no_place_of_a_checkpoint() -> None:
         for url in ("ftp://localhost", "ftp://localhost/"):
             with pytest.raises(ConfigError, match="has to name a place in the store, not all of"):
                 await engine.load(url)
-
-
-class Gate(SyncFileSystem):
-    """Puts nothing before it is told to."""
-
-    protocol = "gate"
-    cachable = False
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
-        self.reached.set()
-        assert self.go.wait(30)
-        self.put_bytes(path, value)
-
-
-async def test_what_a_thread_still_writes_is_removed_behind_it() -> None:
-    """A removal waits for a request that was given up, and so is not undone by it."""
-    fs = Gate()
-    store = FsspecStore(fs, "gate", 4)
-    task = asyncio.get_running_loop().create_task(store.put("gate/a", b"late"))
-    while not fs.reached.is_set():
-        await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    removal = asyncio.get_running_loop().create_task(store.delete(["gate/a"]))
-    await asyncio.sleep(0)
-    assert not removal.done()
-    fs.go.set()
-    await removal
-    with pytest.raises(ObjectMissingError):
-        await store.head("gate/a")
-    await store.close()
 
 
 async def test_a_part_that_was_cut_short_is_not_sent_again() -> None:
