@@ -6,6 +6,7 @@ directory, import, or take memory that its files do not have.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
@@ -204,20 +205,23 @@ def test_any_tensor_table_is_a_value_or_a_checkpoint_error(
             case 2:
                 tensor[3][0][:2] = [0, data.draw(st.integers(0, 9000))]
             case 3:
-                data.draw(st.permutations(document["tensors"]))
-                document["tensors"].reverse()
+                document["tensors"] = data.draw(st.permutations(document["tensors"]))
             case 4:
                 document["block_nbytes"] = data.draw(st.sampled_from([1, 512, 4096, 10**6, 10**9]))
     with rewritten(saved, document):
         try_everything(engine, saved)
 
 
-NAMES = ["antigravity", "this", "tests.hostile.trap", "torch.onnx", "idlelib.idle", "lib2to3"]
+NAMES = ["antigravity", "this", "trap", "torch.onnx", "idlelib.idle", "lib2to3"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_in_a_manifest_is_never_imported(engine: sync.Engine, saved: str, name: str) -> None:
+def test_a_name_in_a_manifest_is_never_imported(
+    engine: sync.Engine, saved: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Classes, element types, devices, zones: words of a fixed list, or refused."""
+    (tmp_path / "trap.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     document = document_of(saved)
     last = name.rpartition(".")[2]
     engine.load(saved)  # what a load itself imports is there by now
@@ -271,7 +275,7 @@ def test_no_memory_is_taken_that_no_file_has(
         document["tensors"] = [tensor]
         if tensor[2][0] == 1 << 27:  # as consistent as it can be, but for the file itself
             document["files"][0][1] = 1 << 30
-            document["files"][0][2] = "AAAA" * (-(-(1 << 30) // 4096) * 4 // 3 + 1)
+            document["files"][0][2] = base64.b64encode(bytes(4 * (1 << 30) // 4096)).decode()
             document["block_nbytes"] = 4096
     empty = torch.empty
     made: list[int] = []
@@ -294,11 +298,14 @@ def test_no_memory_is_taken_that_no_file_has(
 
 
 def test_a_conversion_is_no_way_around_a_size(engine: sync.Engine, saved: str) -> None:
-    """A view of a million elements on a few bytes is one view, whatever is asked for."""
+    """A view of 2**40 elements on a few bytes is one view, whatever is asked for."""
     document = document_of(saved)
     document["tree"] = {"~": "view", "t": 0, "d": "float32", "o": 0, "s": [1 << 40], "r": [0]}
     with rewritten(saved, document):
-        assert engine.load(saved).shape == (1 << 40,)
+        for dtype in (None, torch.bfloat16):
+            found = engine.load(saved, dtype=dtype)
+            assert found.shape == (1 << 40,)
+            assert found.untyped_storage().nbytes() < 1000
 
 
 @pytest.mark.parametrize(("start", "more"), [(0, 1), (1, 0), (1 << 40, 0)])
@@ -329,13 +336,9 @@ def test_an_order_is_of_all_dimensions(engine: sync.Engine, saved: str, order: A
     """Each once."""
     document = document_of(saved)
     document["tree"] = {"~": 0, "p": order}
-    shape = document["tensors"][0][2]
-    with rewritten(saved, document):
-        if order == [0] and len(shape) == 1:
-            engine.load(saved)
-            return
-        with pytest.raises(FormatError, match=r"has an order|bad value"):
-            engine.load(saved)
+    assert len(document["tensors"][0][2]) == 2
+    with rewritten(saved, document), pytest.raises(FormatError, match=r"has an order|bad value"):
+        engine.load(saved)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "..", "sub/x", "a\0b"])
