@@ -285,10 +285,10 @@ async def test_who_has_left_removes_nothing_later(place: Place, *, resumes: bool
     assert place.data_names() == sorted([*rank_files(A, 0), *rank_files(A, 1)])
 
 
+@pytest.mark.parametrize("place", ["local"], indirect=True)
 async def test_files_of_ranks_of_another_job_get_an_hour(place: Place) -> None:
     """Files of a rank whose leader has not begun yet are no leftovers to another save."""
-    if place.directory is None:
-        pytest.skip("a storage in memory has no saves of other processes")
+    assert place.directory is not None
     member = await place.storage.join(A)
     await fill_attempt(member, rank_files(A, 1))
     await write_files(place.storage, B, contents_of(B, 100), overwrite=True)
@@ -300,10 +300,10 @@ async def test_files_of_ranks_of_another_job_get_an_hour(place: Place) -> None:
     await member.leave()
 
 
+@pytest.mark.parametrize("place", ["local"], indirect=True)
 async def test_sealing_notices_a_file_that_was_removed(place: Place) -> None:
     """A rank does not vouch for files that somebody has removed meanwhile."""
-    if place.directory is None:
-        pytest.skip("a storage in memory has nobody who removes files")
+    assert place.directory is not None
     member = await place.storage.join(A)
     await fill_attempt(member, rank_files(A, 1))
     (place.directory / next(iter(rank_files(A, 1)))).unlink()
