@@ -58,7 +58,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
                 if lent is not None:
                     break
         else:
-            pytest.skip("needs leases (a local file system) and cachestat (Linux 6.5)")
+            pytest.skip("needs leases: a local file system")
         file.unlink()
         yield directory
 

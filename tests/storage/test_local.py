@@ -722,7 +722,7 @@ async def test_what_is_in_the_page_cache_is_known(tmp_path: Path, executor: Exec
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if num_cached_pages(file.fileno(), 0, 100_000) != 0:
-            pytest.skip("this file system keeps its pages, or nobody can tell (before Linux 6.5)")
+            pytest.skip("this file system keeps its pages, or nobody can tell")
         assert not await storage.is_cached(ranges)
         file.read()
         assert await storage.is_cached(ranges)
