@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.errors import CommitConflictError, StorageError
-from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import resolve_storage
-from ckptio.storage.root import LocalRoot
 from ckptio.storage.stores import Stores
-from ckptio.storage.streams import AwaitedSink
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (
     SAVE_IDS,
@@ -25,7 +22,8 @@ from tests.rig import (
     fill_attempt,
     manifest_of,
     names_in,
-    page_aligned,
+    root_at,
+    storage_at,
     write_files,
 )
 from tests.storage.test_leftovers import ServerLocks
@@ -35,7 +33,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.files import PosixFiles
+    from ckptio.storage.interface import Storage
+    from ckptio.storage.local import LocalStorage
     from ckptio.testing import Operation
 
 A, B, C = SAVE_IDS[:3]
@@ -57,21 +57,8 @@ async def storage(
     await stores.close()
 
 
-def local(tmp_path: Path, executor: Executor) -> LocalStorage:
-    return LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog())
-
-
-async def write_some(attempt: Attempt, save_id: str, *sizes: int) -> None:
-    """Write data files, on whichever storage."""
-    for name, data in contents_of(save_id, *sizes).items():
-        sink = await attempt.create(name, len(data))
-        with page_aligned(data) as view:
-            if isinstance(sink, AwaitedSink):
-                await sink.write(0, view)
-                await sink.close()
-            else:
-                sink.pwrite(0, view)
-                sink.close()
+def local(tmp_path: Path, executor: Executor, files: PosixFiles | None = None) -> LocalStorage:
+    return storage_at(tmp_path / "c", executor, files)
 
 
 async def save_with_note(
@@ -79,7 +66,7 @@ async def save_with_note(
 ) -> None:
     attempt = await storage.begin(save_id, overwrite=overwrite)
     note = await attempt.note(text)
-    await write_some(attempt, save_id, 5000)
+    await fill_attempt(attempt, contents_of(save_id, 5000))
     await attempt.commit(manifest_of(save_id, contents_of(save_id, 5000)))
     await note.release()
 
@@ -129,7 +116,7 @@ async def test_where_there_are_no_locks_a_note_is_taken_by_all(
 ) -> None:
     """They write the same copy; none is owed for ever."""
     files = RecordingFiles(has_locks=False)
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     await save_with_note(storage, A)
     one, two = await storage.take_note(A), await storage.take_note(A)
     assert one is not None
@@ -145,7 +132,7 @@ async def test_a_note_that_cannot_be_removed_is_there_to_be_taken(
 ) -> None:
     """Who meant to drop it is told."""
     files = RecordingFiles()
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     await save_with_note(storage, A)
     note = await storage.take_note(A)
     assert note is not None
@@ -205,7 +192,7 @@ async def test_a_checkpoint_that_is_removed_takes_its_note_along(
 ) -> None:
     """Nothing is left of the directory."""
     await save_with_note(local(tmp_path, executor), A)
-    await LocalRoot(str(tmp_path), SMALL, executor, EventLog()).remove("c")
+    await root_at(tmp_path, executor).remove("c")
     assert not (tmp_path / "c").exists()
 
 
@@ -213,19 +200,12 @@ async def test_what_an_attempt_left_is_taken_over(storage: Storage) -> None:
     """A file is kept, another is made again, and the commit is one like any other."""
     whole = contents_of(A, 5000, 9000)
     first = await storage.begin(A, overwrite=False)
-    await write_some(first, A, 5000, 100)  # the second has another size than it should
+    await fill_attempt(first, contents_of(A, 5000, 100))  # the second is too short
     await first.leave()
     again = await storage.begin(A, overwrite=False, resumes=True)
     kept, made = whole
     await again.keep(kept, 5000)
-    sink = await again.create(made, 9000)
-    with page_aligned(whole[made]) as view:
-        if isinstance(sink, AwaitedSink):
-            await sink.write(0, view)
-            await sink.close()
-        else:
-            sink.pwrite(0, view)
-            sink.close()
+    await fill_attempt(again, {made: whole[made]})
     await again.commit(manifest_of(A, whole))
     _, manifest = await storage.read_manifest()
     assert manifest == manifest_of(A, whole)
@@ -236,7 +216,7 @@ async def test_a_commit_may_be_repeated(storage: Storage) -> None:
     """By an attempt that takes over one that died just after it: nothing of it is removed."""
     whole = contents_of(A, 5000)
     first = await storage.begin(A, overwrite=False)
-    await write_some(first, A, 5000)
+    await fill_attempt(first, contents_of(A, 5000))
     await first.commit(manifest_of(A, whole))
     again = await storage.begin(A, overwrite=True, resumes=True)
     for name, data in whole.items():
@@ -251,7 +231,7 @@ async def test_a_living_attempt_is_not_taken_over(tmp_path: Path, executor: Exec
     """Its lock says so; and nothing of it is removed."""
     storage = local(tmp_path, executor)
     first = await storage.begin(A, overwrite=False)
-    await write_some(first, A, 5000)
+    await fill_attempt(first, contents_of(A, 5000))
     with pytest.raises(CommitConflictError):
         await storage.begin(A, overwrite=False, resumes=True)
     await first.commit(manifest_of(A, contents_of(A, 5000)))
@@ -316,7 +296,7 @@ async def test_what_cannot_be_synced_again_is_kept_for_its_checkpoint(
     contents = contents_of(A, 5000)
     await write_files(local(tmp_path, executor), A, contents)
     files = RecordingFiles(fail_kind("fsync"))
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     attempt = await storage.begin(A, overwrite=True, resumes=True)
     with pytest.raises(StorageError, match="cannot finish the file"):
         await fill_attempt(attempt, contents)
@@ -337,7 +317,7 @@ async def test_what_cannot_be_opened_now_is_not_made_anew(
         if operation.kind == "open" and operation.path.endswith(name):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
 
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(fail))
+    storage = local(tmp_path, executor, RecordingFiles(fail))
     attempt = await storage.begin(A, overwrite=False, resumes=True)
     with pytest.raises(StorageError, match="cannot write at byte 0") as caught:
         await fill_attempt(attempt, {name: data})
@@ -376,7 +356,7 @@ async def test_a_note_whose_taking_is_cancelled_is_there_to_be_taken(
         if operation.kind == "lock":
             loop.call_soon_threadsafe(taking.cancel)
 
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(cancel))
+    storage = local(tmp_path, executor, RecordingFiles(cancel))
     taking = loop.create_task(storage.take_note(A))
     with pytest.raises(asyncio.CancelledError):
         await taking
@@ -388,7 +368,7 @@ async def test_a_note_whose_taking_is_cancelled_is_there_to_be_taken(
 async def test_a_note_on_a_server_is_held_by_one(tmp_path: Path, executor: Executor) -> None:
     """It locks no file that is only read."""
     await save_with_note(local(tmp_path, executor), A)
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), ServerLocks())
+    storage = local(tmp_path, executor, ServerLocks())
     note = await storage.take_note(A)
     assert note is not None
     assert await storage.take_note(A) is None
@@ -399,7 +379,7 @@ async def test_a_note_is_let_go_of_once(tmp_path: Path, executor: Executor) -> N
     """The number of its file may be another's by then."""
     await save_with_note(local(tmp_path, executor), A)
     files = RecordingFiles()
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     note = await storage.take_note(A)
     assert note is not None
     for _ in range(2):
@@ -418,7 +398,7 @@ async def test_a_note_that_is_dropped_as_it_is_taken_is_none(
             os.unlink(operation.path)
 
     files = RecordingFiles(drop)
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     assert await storage.take_note(A) is None
     assert files.num_open == 0
 
@@ -439,7 +419,7 @@ async def test_a_note_that_cannot_be_left_is_told_of(
             taken.append(other.open(operation.path, direct=False, writable=True))
             assert other.lock(taken[0])
 
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), RecordingFiles(meet))
+    storage = local(tmp_path, executor, RecordingFiles(meet))
     attempt = await storage.begin(A, overwrite=False)
     said = {"full": "cannot leave a note", "taken": "somebody else has removed or taken the note"}
     with pytest.raises(StorageError, match=said[why]):
@@ -480,7 +460,7 @@ async def test_what_cannot_be_synced_is_kept_for_a_checkpoint_alone(
         await fill_attempt(earlier, contents)
         await earlier.leave()
     files = RecordingFiles(fail_kind("fsync"))
-    storage = LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog(), files)
+    storage = local(tmp_path, executor, files)
     attempt = await storage.begin(A, overwrite=True, resumes=True)
     (name,) = contents
     with pytest.raises(StorageError, match="cannot take a data file over"):
@@ -497,7 +477,7 @@ async def test_what_a_death_after_the_exchange_left_goes(
     storage = local(tmp_path, executor)
     await write_files(storage, B, contents_of(B, 700))
     first = await storage.begin(A, overwrite=True)
-    await write_some(first, A, 5000)
+    await fill_attempt(first, contents_of(A, 5000))
     first._clean_up = lambda *_: None  # type: ignore[method-assign]  # it dies there
     await first.commit(manifest_of(A, contents_of(A, 5000)))
     first._drop_lock()

@@ -18,6 +18,7 @@ from ckptio.testing import RecordingFiles
 from tests.rig import SMALL, FilesCore, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.config import CheckpointConfig
@@ -93,7 +94,10 @@ def test_the_group_of_a_shared_directory_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_modes_that_cannot_be_set_are_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    umask: Callable[[int], object],
+    code: int,
 ) -> None:
     """Some mounts have modes of their own."""
 
@@ -101,17 +105,14 @@ def test_modes_that_cannot_be_set_are_no_obstacle(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "chmod", refuse)
-    before = os.umask(0o027)
-    try:
-        ckptio.sync.save(STATE, tmp_path / "run" / "c", config=config_with(file_mode=0o666))
-    finally:
-        os.umask(before)
+    umask(0o027)
+    ckptio.sync.save(STATE, tmp_path / "run" / "c", config=config_with(file_mode=0o666))
     assert_same(ckptio.sync.load(tmp_path / "run" / "c"), STATE)
 
 
 @pytest.mark.parametrize("nth", range(1, 6))
 def test_what_cannot_be_given_its_mode_goes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: Callable[[int], object], nth: int
 ) -> None:
     """Two directories, the attempt's file, the data file and the manifest."""
     chmod, calls = os.chmod, itertools.count(1)
@@ -123,12 +124,9 @@ def test_what_cannot_be_given_its_mode_goes_again(
 
     monkeypatch.setattr(os, "chmod", fail_once)
     config = config_with(file_mode=0o666, dir_mode=0o777)
-    before = os.umask(0o027)
-    try:
-        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
-            ckptio.sync.save(STATE, tmp_path / "run" / "c", config=config)
-    finally:
-        os.umask(before)
+    umask(0o027)
+    with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+        ckptio.sync.save(STATE, tmp_path / "run" / "c", config=config)
     assert os.listdir(tmp_path) == []
 
 
