@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from ckptio import Checkpointer, KeepLast, sync
 from ckptio._threads import Threads
 from ckptio.checkpointer.steps import step_name
-from ckptio.config import CheckpointConfig, MiB
+from ckptio.config import MiB
 from ckptio.events import CleanupFailed
 from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
@@ -20,9 +19,11 @@ from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog
 from tests.cli.rig import run_json
 from tests.rig import assert_same, random_state
+from tests.s3 import rig
 from tests.s3.servers import BUCKET
 
 if TYPE_CHECKING:
+    from ckptio.config import CheckpointConfig
     from tests.s3.servers import Server
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -31,12 +32,7 @@ SIZES = [5000, 11 * MiB]
 
 
 def config_for(server: Server) -> CheckpointConfig:
-    return CheckpointConfig(
-        storage_options=server.options,
-        slab_nbytes=5 * MiB,
-        pool_nbytes=30 * MiB,
-        bucket_nbytes=6 * MiB,
-    )
+    return rig.config_for(server, bucket_nbytes=6 * MiB)
 
 
 def options_for(server: Server) -> list[str]:
@@ -51,17 +47,14 @@ def options_for(server: Server) -> list[str]:
 @pytest.fixture
 def url() -> str:
     """A URL below which nothing is."""
-    return f"s3://{BUCKET}/{secrets.token_hex(8)}/run"
+    return rig.new_url()
 
 
 def keys(server: Server, url: str) -> list[str]:
     """List what is below a URL, relative to it; uploads that have not ended as well."""
     prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
-    with contextlib.closing(server.client()) as client:
-        found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
-        uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
-    names = [entry["Key"] for entry in [*found, *uploads]]
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    names = [*rig.keys_in(server, prefix), *rig.uploads_in(server, prefix)]
+    return [name.removeprefix(prefix) for name in names]
 
 
 async def test_a_checkpointer_keeps_steps_in_a_bucket(moto: Server, url: str) -> None:
