@@ -614,10 +614,12 @@ async def test_a_manifest_on_local_files_is_replaced_in_one_step(tmp_path: Path)
 
     reader = threading.Thread(target=read)
     reader.start()
-    for number in range(20):
-        await store.put("c/manifest.json", bodies[number % 2])
-    ended.set()
-    reader.join()
+    try:
+        for number in range(20):
+            await store.put("c/manifest.json", bodies[number % 2])
+    finally:
+        ended.set()
+        reader.join()
     assert seen <= set(bodies)
     assert os.listdir(tmp_path / "c") == ["manifest.json"]
     await store.close()

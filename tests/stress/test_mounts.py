@@ -148,10 +148,12 @@ def test_loads_beside_saves_by_another_client_end_well_or_say_so(
     done = threading.Event()
 
     def save() -> None:
-        with Engine() as engine:
-            for number in range(1, 4 * _NUM_ROUNDS):
-                engine.save(state_of(number), ours, overwrite=True)
-        done.set()
+        try:
+            with Engine() as engine:
+                for number in range(1, 4 * _NUM_ROUNDS):
+                    engine.save(state_of(number), ours, overwrite=True)
+        finally:
+            done.set()
 
     with Engine() as engine:
         engine.save(state_of(0), ours)
