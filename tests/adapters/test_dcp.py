@@ -85,7 +85,7 @@ def test_the_default_device_of_the_program_is_not_ours(tmp_path: Path) -> None:
     target = blank(state)
     with torch.device("meta"):
         load(target, tmp_path / "c")
-    same(target, state)
+    assert same(target, state)
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
