@@ -45,7 +45,7 @@ from tests.adapters.rig import (
     save,
     small_disk,
 )
-from tests.conftest import open_files
+from tests.conftest import let_end, open_files, still_open_beside
 from tests.manifests import block_checksums
 from tests.rig import assert_tidy, names_in
 
@@ -372,14 +372,15 @@ def test_thirty_saves_and_loads_leave_no_thread_and_no_file_open(tmp_path: Path)
     """Failed ones among them."""
     writer, reader = StorageWriter(tmp_path / "c", config=QUICK), StorageReader(tmp_path / "c")
     save(state_of(0.0), storage_writer=writer)
-    threads, files = threading.active_count(), open_files()
+    threads, files = set(threading.enumerate()), open_files()
     for i in range(30):
         save(state_of(float(i)), storage_writer=writer)
         with cause():
             save(state_of(float(i)), storage_writer=writer, planner=Stumbling())
         load(blank(state_of(0.0)), storage_reader=reader)
-    assert threading.active_count() == threads
-    assert open_files() == files
+    let_end(set(threading.enumerate()) - threads)
+    assert set(threading.enumerate()) <= threads
+    assert still_open_beside(files) == set()
     assert_tidy(tmp_path / "c")
 
 
