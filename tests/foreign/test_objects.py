@@ -309,12 +309,19 @@ def test_what_is_more_than_data_runs_nothing(tmp_path: Path, store: CountedFileS
         torch.save({"x": Payload(mark)}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_new)
         with pytest.raises(FormatError, match="more than data"):
             sync.load(put(store, tmp_path / "a.pt"), config=SMALL)
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(3), "x": Payload(mark)})
+    with pytest.raises(FormatError, match="more than data"):
+        sync.load(put(store, folder), config=SMALL)
+    assert not mark.exists()
+
+
+def test_a_file_of_dcp_that_was_cut_is_damage(tmp_path: Path, store: CountedFileSystem) -> None:
+    """As on a disk."""
     folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(3), "x": 1})
     (file,) = folder.glob("*.distcp")
     os.truncate(file, 0)
     with pytest.raises(CorruptionError):
         sync.load(put(store, folder), config=SMALL)
-    assert not mark.exists()
 
 
 def rewrite(data: bytes, change: Callable[[str, bytes], bytes]) -> bytes:
