@@ -93,12 +93,12 @@ def test_a_manifest_is_a_json_document() -> None:
     assert tail == b'%08x"}\n' % crc32c(body)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2, 24, 25, 26, 100, 10_000])
-def test_a_manifest_that_is_cut_short_is_refused(cut: int) -> None:
+def test_a_manifest_that_is_cut_short_is_refused() -> None:
     """However much of it is missing."""
     data = manifest()
-    with pytest.raises(FormatError):
-        decode_manifest(data[: max(0, len(data) - cut)] if cut else data[:-1])
+    for nbytes in range(len(data)):
+        with pytest.raises(FormatError):
+            decode_manifest(data[:nbytes])
 
 
 def test_every_bit_of_a_manifest_counts() -> None:
@@ -245,8 +245,7 @@ def test_a_tensor_without_elements_begins_in_its_file(chunk: list[Any]) -> None:
 
 HEADS = [
     ("save_id", ""), ("save_id", SAVE_ID.upper()), ("save_id", SAVE_ID + "\n"), ("save_id", 5),
-    ("block_nbytes", 0), ("block_nbytes", -4096), ("block_nbytes", MAX_EXTENT),
-    ("block_nbytes", 4096.5), ("block_nbytes", 2048), ("block_nbytes", None),
+    ("block_nbytes", 4096.5), ("block_nbytes", None),
     ("writer", None), ("created", 5), ("tensors", None), ("files", {}), ("unknown", 1),
     ("ckptio", "1"), ("ckptio", True),
 ]  # fmt: skip
@@ -257,6 +256,13 @@ def test_a_bad_head_is_refused(key: str, value: object) -> None:
     """Ids, sizes and types are checked; nothing unknown is skipped."""
     with pytest.raises(FormatError):
         decode_manifest(sealed(as_document() | {key: value}))
+
+
+@pytest.mark.parametrize("nbytes", [0, -4096, 2048, MAX_EXTENT])
+def test_blocks_are_whole_pages(nbytes: int) -> None:
+    """Some of them, and not more than a file can have."""
+    with pytest.raises(FormatError, match=f"bad block size {nbytes}"):
+        decode_manifest(sealed(as_document() | {"block_nbytes": nbytes}))
 
 
 @pytest.mark.parametrize("key", list(as_document()))
