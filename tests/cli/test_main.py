@@ -46,7 +46,7 @@ def test_fine_is_0_damage_is_1_and_nothing_to_read_is_2(ckpt: Path, tmp_path: Pa
         ["show"],
         ["show", "/no/such/directory"],
         ["show", ""],
-        ["show", "s3://bucket/step"],
+        ["show", "nobody://bucket/step"],
         ["verify"],
         ["frobnicate"],
     ],
