@@ -31,7 +31,7 @@ class Meeting(DefaultSavePlanner):
         self._others = others
 
     def create_local_plan(self) -> SavePlan:
-        self._others.wait()
+        self._others.wait(60)
         return super().create_local_plan()
 
 

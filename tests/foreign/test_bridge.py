@@ -38,6 +38,8 @@ async def test_a_thread_waits_for_coroutines_of_the_loop() -> None:
 
     assert await bridge.run(work) == [number * number for number in range(20)]
     assert most <= 3
+    all_three = threading.Barrier(3, timeout=60)
+    await bridge.run(lambda: bridge.each(lambda _: all_three.wait(), range(3)))
     assert await bridge.run(lambda: bridge.each(str, [])) == []
 
 
