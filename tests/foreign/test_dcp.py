@@ -23,12 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 from ckptio import sync
 from ckptio.conversion.compare import run_diff
 from ckptio.errors import CorruptionError, FormatError, TargetError
+from ckptio.events import LoadStarted, ReadProgressed
 from ckptio.foreign.dcp import DcpReader
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ckptio.events import Event
 
 
 @pytest.fixture
@@ -72,8 +75,8 @@ def test_a_few_rows_of_a_large_tensor_read_a_few_blocks(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "big", {"w": big})
     read: list[int] = []
 
-    def observe(event: Any) -> None:
-        if type(event).__name__ == "LoadStarted" or type(event).__name__ == "ReadProgressed":
+    def observe(event: Event) -> None:
+        if isinstance(event, (LoadStarted, ReadProgressed)):
             read.append(event.nbytes)
 
     with sync.Engine(SMALL, observer=observe) as engine:
