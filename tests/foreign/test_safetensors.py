@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,9 +19,13 @@ from ckptio.errors import (
     MismatchError,
     StorageError,
 )
+from ckptio.events import ReadProgressed
 from ckptio.foreign import safetensors
 from tests.foreign.rig import assert_same_state, make_weights, save_hf
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from ckptio.events import Event
 
 
 @pytest.fixture
@@ -84,8 +88,8 @@ def test_a_slice_reads_little_more_than_its_bytes(file: Path) -> None:
     """The row and two blocks."""
     read: list[int] = []
 
-    def observe(event: Any) -> None:
-        if type(event).__name__ == "ReadProgressed":
+    def observe(event: Event) -> None:
+        if isinstance(event, ReadProgressed):
             read.append(event.nbytes)
 
     with sync.Engine(SMALL, observer=observe) as engine:
@@ -271,11 +275,12 @@ def test_a_file_that_was_cut_is_refused_before_any_target_changes(file: Path, nb
 )
 def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> None:
     """It is anybody's file."""
-    for path in (folder.parent / "secret.safetensors", folder / "x.bin"):
-        save_file({"w": torch.ones(1)}, path)
+    (folder / "a").mkdir()
+    for other in ("../secret.safetensors", "a/b.safetensors", "x.bin"):
+        save_file({"w": torch.ones(1)}, folder / other)
     index = {"weight_map": {"w": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=r"not inside of it|no safetensors file"):
         sync.load(folder, config=SMALL)
 
 
