@@ -979,7 +979,7 @@ def test_what_dcp_does_not_give_back_is_noted(tmp_path: Path, case: str) -> None
         with pytest.raises(FormatError, match="more than data"):
             sync.load(tmp_path / "dcp")
     else:
-        assert type(sync.load(tmp_path / "dcp")["x"]) is not type(value) or case.endswith("inside")
+        assert repr(sync.load(tmp_path / "dcp")["x"]) != repr(value)
 
 
 def test_what_has_an_empty_name_is_not_the_state(tmp_path: Path) -> None:
