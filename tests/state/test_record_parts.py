@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import torch
 
 from ckptio import TargetError
-from tests.state.objects import loaded
+from tests.state.objects import loaded, net_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,12 +74,6 @@ HELD: dict[str, Callable[[Any], Any]] = {
     "in a record": Nets,
     "in another object": Trainer,
 }
-
-
-def net_of(value: float) -> torch.nn.Linear:
-    net = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(net.weight, value)
-    return net
 
 
 @pytest.mark.parametrize("kind", [Trainer, Copying])
