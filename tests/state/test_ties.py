@@ -313,6 +313,7 @@ def test_tensors_without_bytes_are_not_tied() -> None:
     """Empty tensors share an address, and nothing else."""
     base = torch.empty(4, 0)
     flat = flatten([base, base, torch.empty(0, dtype=torch.int8)])
+    assert [spec.name for spec in flat.specs] == ["0", "1", "2"]
     assert_same(rebuilt(flat), [base, base, torch.empty(0, dtype=torch.int8)])
 
 
