@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio import SaveHandle
+    from ckptio.engine.context import EngineContext
     from ckptio.events import Event
     from ckptio.testing import Operation
     from ckptio.testing.memory_attempt import MemoryAttempt
@@ -968,31 +969,38 @@ async def test_a_slab_is_not_reused_while_its_thread_still_writes() -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_real_writers_never_exceed_the_limit() -> None:
-    """With threads, at most `max_writes` of them are inside the storage at a time."""
-    lock = threading.Lock()
-    inside: set[int] = set()
-    peak = 0
-    together = threading.Barrier(2)
+    """With threads, `max_writes` of them are inside the storage at a time, and no more."""
+    lock, full, go_on = threading.Lock(), threading.Event(), threading.Event()
+    inside = peak = 0
 
     class Gauge(MemoryStorage):
         def step(self, kind: str, name: str = "", nbytes: int = 0) -> None:
-            nonlocal peak
+            nonlocal inside, peak
             super().step(kind, name, nbytes)
             if kind != "pwrite":
                 return
             with lock:
-                inside.add(threading.get_ident())
-                peak = max(peak, len(inside))
-            with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(5)  # two are inside at once, not by luck
-            together.abort()
+                inside += 1
+                peak = max(peak, inside)
+                if inside == 2:
+                    full.set()
+            assert go_on.wait(60)
             with lock:
-                inside.remove(threading.get_ident())
+                inside -= 1
 
-    storage = Gauge("memory")
-    core = StorageCore(config_with(max_writes=2), None, {"memory": storage})
-    async with engine_on(core) as engine:
-        await engine.save(random_state([400 * KiB]), "memory")
+    async def turn(_: EngineContext) -> None:
+        """Go once around the engine's loop."""
+
+    core = StorageCore(config_with(max_writes=2), None, {"memory": Gauge("memory")})
+    async with engine_on(core) as engine, contextlib.AsyncExitStack() as at_the_end:
+        at_the_end.callback(go_on.set)  # a test that fails must not hang
+        handle = engine.save(random_state([400 * KiB]), "memory")
+        await handle.staged  # from here on all of it could be written
+        assert await asyncio.to_thread(full.wait, 60)
+        for _ in range(100):  # for one too many to come
+            await core.call(turn, "turn")
+        go_on.set()
+        await handle
     assert peak == 2
 
 
