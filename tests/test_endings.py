@@ -39,6 +39,7 @@ from ckptio.events import (
 from ckptio.moments import SaveMoments
 from ckptio.storage.leftovers import boot_id
 from ckptio.testing import EventLog
+from tests.programs import TIMEOUT_S, run_program
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -281,16 +282,6 @@ with ckptio.sync.Checkpointer(sys.argv[1]) as ckpt:
 """
 
 
-def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        check=False,
-        timeout=60,
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_the_log_tells_of_a_failure_when_the_next_save_begins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -421,8 +412,7 @@ async def test_an_error_that_leaves_a_block_does_not_hide_failures(
 
 def test_leaving_by_sys_exit_finishes_what_is_in_flight(tmp_path: Path) -> None:
     """A run that is to be continued ends so, and its last save is what it goes on from."""
-    done = run_program(EXIT, tmp_path / "run")
-    assert done.returncode == 7, done.stderr
+    run_program(EXIT, tmp_path / "run", code=7)
     assert sync.verify(tmp_path / "run" / "step-00000001").is_whole
     with pytest.raises(SystemExit), sync.Engine(SMALL) as engine:
         engine.start_save(FULL, tmp_path / "c")
@@ -441,21 +431,18 @@ async def test_leaving_an_engine_by_sys_exit_waits_as_well(tmp_path: Path) -> No
 
 def test_children_end_by_the_signals_that_announce_the_end_of_the_run(tmp_path: Path) -> None:
     """They inherit handlers; and a block that is left in a child is the parent's."""
-    done = run_program(FORK, tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_program(FORK, tmp_path)
     assert names_in(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
 def test_a_save_of_the_parent_is_not_waited_for_in_a_child(tmp_path: Path) -> None:
     """Nobody would tell it there; one that has ended says how."""
-    done = run_program(WAIT_IN_CHILD, tmp_path / "c")
-    assert done.returncode == 0, done.stderr
+    run_program(WAIT_IN_CHILD, tmp_path / "c")
 
 
 def test_what_the_parent_runs_aside_is_not_waited_for_in_a_child() -> None:
     """The thread is the parent's, which waits for it as it ends."""
-    done = run_program(ASIDE_IN_PARENT)
-    assert done.returncode == 0, done.stderr
+    run_program(ASIDE_IN_PARENT)
 
 
 @pytest.mark.parametrize(
@@ -468,20 +455,17 @@ def test_what_the_parent_runs_aside_is_not_waited_for_in_a_child() -> None:
 )
 def test_what_could_not_be_run_aside_is_not_waited_for(program: str) -> None:
     """No thread has it: the program would never end. An interrupt is raised, the limit is not."""
-    done = run_program(program)
-    assert done.returncode == 0, done.stderr
+    run_program(program)
 
 
 def test_what_is_run_aside_is_waited_for_in_a_child_of_multiprocessing(tmp_path: Path) -> None:
     """It ends without what `atexit` has, unless it was spawned."""
-    done = run_program(ASIDE_IN_CHILD, tmp_path / "made")
-    assert done.returncode == 0, done.stderr
+    run_program(ASIDE_IN_CHILD, tmp_path / "made")
 
 
 def test_a_checkpointer_that_is_left_open_holds_no_program_up(tmp_path: Path) -> None:
     """Its engine is closed at the end, with the last save finished."""
-    done = run_program(LEFT_OPEN, tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_program(LEFT_OPEN, tmp_path)
     assert sync.verify(tmp_path / "step-00000001").is_whole
 
 
@@ -505,7 +489,7 @@ def test_an_engine_may_be_closed_before_its_checkpointer(tmp_path: Path) -> None
 )
 def test_a_program_ends_and_has_saved(tmp_path: Path, program: str) -> None:
     """On both tiers, from other threads, of files of others, and where a block is never left."""
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    run_program(program, tmp_path)
     for name in "ab":
         assert sync.verify(tmp_path / name).is_whole
 
@@ -589,13 +573,13 @@ with ckptio.sync.Checkpointer(sys.argv[1] + "/run") as ckpt:
 
 def test_a_signals_handler_may_save_a_step(tmp_path: Path) -> None:
     """Where it interrupts the checkpointer as that takes a step in, too."""
-    subprocess.run([sys.executable, "-c", STEP_HANDLER, tmp_path], check=True, timeout=60)
+    run_program(STEP_HANDLER, tmp_path)
 
 
 @pytest.mark.parametrize("program", [HANDLER, WAITING_HANDLER], ids=["start", "wait"])
 def test_a_signals_handler_may_save(tmp_path: Path, program: str) -> None:
     """Wherever it interrupts the saves and loads of the thread that it runs on; it may wait."""
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    run_program(program, tmp_path)
     assert sync.verify(tmp_path / "signal").is_whole
 
 
@@ -735,13 +719,14 @@ def test_a_child_process_saves_before_it_ends(tmp_path: Path, method: str) -> No
     """However multiprocessing made it, with an engine that is left open."""
     program = tmp_path / "program.py"
     program.write_text(CHILD)
-    subprocess.run([sys.executable, program, tmp_path / "c", method], check=True, timeout=60)
+    command = [sys.executable, str(program), str(tmp_path / "c"), method]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
     assert sync.verify(tmp_path / "c").is_whole
 
 
 def test_a_forked_child_collects() -> None:
     """Though it was made while its parent held collections off."""
-    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=60)
+    run_program(COLLECTS)
 
 
 async def test_a_copy_that_a_later_save_replaced_is_no_failure(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio import sync
+from tests.programs import TIMEOUT_S, run_program
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +68,7 @@ def test_an_interrupt_at_any_time_ends_the_program(tmp_path: Path, delay_ms: int
         program.stdout.readline()
         time.sleep(delay_ms / 1000)  # when the signal comes is what is tested
         program.send_signal(signal.SIGINT)
-        output, errors = program.communicate(timeout=60)
+        output, errors = program.communicate(timeout=TIMEOUT_S)
     finally:
         program.kill()
         program.communicate()
@@ -83,7 +84,7 @@ def test_an_interrupt_at_any_time_ends_the_program(tmp_path: Path, delay_ms: int
 def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path, program: str) -> None:
     """A program that ends right after the call still commits, and ends, engine closed or not."""
     path = tmp_path / "c"
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
+    run_program(program, path)
     assert sync.verify(path).is_whole
 
 
@@ -92,6 +93,5 @@ def test_an_interrupt_of_the_loop_that_waits_ends_the_program(
     tmp_path: Path, waits_for: str
 ) -> None:
     """Whatever asyncio has forgotten then: it waits for the tasks that it cancels."""
-    program = [sys.executable, "-c", LOST, str(tmp_path / "c"), waits_for]
-    assert subprocess.run(program, check=False, timeout=60).returncode == 9
+    run_program(LOST, tmp_path / "c", waits_for, code=9)
     assert sync.verify(tmp_path / "c").is_whole

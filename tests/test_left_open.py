@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ import ckptio
 from ckptio import ConfigError, Engine, sync
 from ckptio.events import SaveProgressed
 from ckptio.runtime import leaving
+from tests.programs import run_program
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -67,14 +66,8 @@ class Gate:
 def test_what_is_not_kept_goes_behind_the_last_save_of_a_program(tmp_path: Path) -> None:
     """Also of a checkpointer that nobody leaves, on both tiers."""
     tiers = [tmp_path / "near", tmp_path / "far"]
-    done = subprocess.run(
-        [sys.executable, "-c", KEEPS, *tiers],
-        check=False,
-        timeout=60,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run_program(KEEPS, *tiers)
+    assert (done.stdout, done.stderr) == ("", "")
     assert [names_in(tier) for tier in tiers] == [["step-00000002"]] * 2
 
 
@@ -269,12 +262,5 @@ def test_the_end_of_the_program_waits_for_an_engine_that_nobody_has(
             "del engine\nhandle.result()\nimport atexit\n"
             "atexit.register(lambda: setattr(threading.Thread, 'start', start))",
         )
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "a"],
-        check=False,
-        timeout=60,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_program(program, tmp_path / "a").stderr == ""
     assert sync.verify(tmp_path / "a").is_whole

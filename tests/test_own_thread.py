@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -11,6 +9,7 @@ import pytest
 
 from ckptio._own_thread import in_own_thread
 from tests.interrupts import interrupted
+from tests.programs import run_program
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -119,14 +118,13 @@ async def test_an_own_thread_has_the_context_of_its_caller() -> None:
 def test_an_own_thread_can_be_interrupted_anywhere() -> None:
     """Once it has begun it is run, once, and waited for; and the program ends."""
     done = run_program(INTERRUPTED)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert int(done.stdout) > 40
 
 
 def test_the_end_of_the_program_waits_for_an_own_thread() -> None:
     """Also where nobody does any more."""
-    done = run_program(LEFT)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert run_program(LEFT).stdout == "done\n"
 
 
 async def test_an_interrupt_stops_an_own_thread() -> None:
@@ -190,9 +188,3 @@ def test_an_error_of_an_own_thread_is_let_go() -> None:
 
     asyncio.run(scenario())
     assert parts[0]() is None
-
-
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], check=False, timeout=60, capture_output=True, text=True
-    )

@@ -6,7 +6,6 @@ import inspect
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from ckptio.errors import (
     SaveAbortedError,
 )
 from ckptio.testing import RecordingFiles
+from tests.programs import run_program
 from tests.rig import (
     SMALL,
     FilesCore,
@@ -305,7 +305,7 @@ def test_a_handle_can_be_awaited_on_any_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["leave", "drop", "keep"])
 def test_a_forked_child_can_end_and_have_an_engine_of_its_own(tmp_path: Path, end: str) -> None:
     """It has neither threads nor loop of its parent's, and waits for none of them."""
-    subprocess.run([sys.executable, "-c", _FORK, tmp_path / "c", end], check=True, timeout=60)
+    run_program(_FORK, tmp_path / "c", end)
 
 
 def test_ranks_that_are_an_array_are_refused() -> None:

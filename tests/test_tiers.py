@@ -9,8 +9,6 @@ import errno
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import traceback
@@ -43,6 +41,7 @@ from ckptio.runtime.core import EngineCore
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.running import Running
 from ckptio.testing import EventLog, RecordingFiles, crash_at
+from tests.programs import run_program
 from tests.rig import (
     SMALL,
     FilesCore,
@@ -575,10 +574,7 @@ def test_a_process_that_is_killed_in_its_copy_owes_it(tmp_path: Path) -> None:
             config=SMALL, observer=watch,
         )
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=False, env=dict(os.environ)
-    )
-    assert done.returncode == -signal.SIGKILL
+    run_program(textwrap.dedent(script), code=-signal.SIGKILL)
     near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
     assert committed(near) is not None
     assert committed(far) is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from ckptio.errors import EngineClosedError
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.drive import drive, drive_blocking
+from tests.programs import run_program
 from tests.rig import SMALL, assert_same, begin_close, random_state
 
 if TYPE_CHECKING:
@@ -141,4 +140,4 @@ def test_leaving_by_an_error_stops_a_flow(core: EngineCore, how: str) -> None:
 
 def test_the_end_of_a_program_waits_for_no_flow_of_a_daemon(tmp_path: Path) -> None:
     """It may be in the user's code for ever, and nobody gets what it would return."""
-    subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], check=True, timeout=60)
+    run_program(STUCK, tmp_path)

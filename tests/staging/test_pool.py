@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +15,7 @@ from ckptio.errors import StagingError
 from ckptio.staging import pool as pool_module
 from ckptio.staging.pool import CopiesLostError, Slab, SlabPool
 from ckptio.testing import run_virtual
+from tests.programs import run_program
 from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
@@ -507,7 +506,7 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 assert bytes(slab.view[:4]) == b"data"
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    run_program(program)
 
 
 async def test_a_pool_goes_on_with_the_memory_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
