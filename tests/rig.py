@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     )
     from concurrent.futures import Executor
 
+    import pytest
+
     from ckptio.events import Observer
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.interface import Attempt, Storage
@@ -535,6 +537,18 @@ def begin_close(core: EngineCore, **options: Any) -> threading.Thread:
     while core._portal is not None:
         closer.join(0.001)
     return closer
+
+
+def told_of_abort(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Give what is set as soon as an engine has told all that is in flight to stop."""
+    told, abort = threading.Event(), EngineCore.abort_in_flight
+
+    def abort_and_tell(core: EngineCore) -> None:
+        abort(core)
+        told.set()
+
+    monkeypatch.setattr(EngineCore, "abort_in_flight", abort_and_tell)
+    return told
 
 
 def num_rounds(world: MemoryRanks) -> float:

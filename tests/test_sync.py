@@ -26,6 +26,7 @@ from ckptio.errors import (
     EngineClosedError,
     SaveAbortedError,
 )
+from ckptio.events import SaveProgressed
 from ckptio.testing import RecordingFiles
 from tests.programs import run_program
 from tests.rig import (
@@ -36,12 +37,14 @@ from tests.rig import (
     filled_state,
     names_in,
     random_state,
+    told_of_abort,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ckptio.events import Event
     from ckptio.testing import Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -244,12 +247,18 @@ def test_errors_are_the_same(tmp_path: Path) -> None:
         engine.load(tmp_path / "c")
 
 
-def test_leaving_by_an_error_aborts(tmp_path: Path) -> None:
+def test_leaving_by_an_error_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes out, the save leaves nothing, and the checkpoint before stays."""
     old = filled_state([100], 1)
     ckptio.sync.save(old, tmp_path / "c", config=SMALL)
-    with pytest.raises(ZeroDivisionError), ckptio.sync.Engine(SMALL) as engine:
-        handle = engine.start_save(filled_state([9_000_000], 2), tmp_path / "c", overwrite=True)
+    stopped = told_of_abort(monkeypatch)
+
+    def hold(event: Event) -> None:
+        if isinstance(event, SaveProgressed):
+            assert stopped.wait(60)
+
+    with pytest.raises(ZeroDivisionError), ckptio.sync.Engine(SMALL, observer=hold) as engine:
+        handle = engine.start_save(filled_state([100_000], 2), tmp_path / "c", overwrite=True)
         _ = 1 // 0
     assert isinstance(handle.committed.error(), SaveAbortedError)
     assert_same(ckptio.sync.load(tmp_path / "c", config=SMALL), old)

@@ -55,6 +55,7 @@ from tests.rig import (
     is_same,
     names_in,
     random_state,
+    told_of_abort,
 )
 
 if TYPE_CHECKING:
@@ -462,25 +463,25 @@ def test_an_engine_that_is_left_at_once_makes_all_copies_that_are_owed(
         assert files_in(far / name) == files_in(near / name)
 
 
-def test_an_engine_that_is_left_by_an_error_stops_copies_that_are_owed(tmp_path: Path) -> None:
+def test_an_engine_that_is_left_by_an_error_stops_copies_that_are_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They stay owed, and the event says which one was cut off."""
     near, far = tmp_path / "near", tmp_path / "far"
     owe(near, far)
-    begun = threading.Event()
+    begun, stopped = threading.Event(), told_of_abort(monkeypatch)
     log = EventLog()
 
     def watch(event: Event) -> None:
         log(event)
         if isinstance(event, CopyStarted) and event.is_resumed:
             begun.set()
-            left.wait()
+            assert stopped.wait(60)
 
-    left = threading.Event()
     engine = sync.Engine(SMALL, observer=watch)
     with pytest.raises(ZeroDivisionError), engine:  # the block is what is tested
         engine.start_save(STATE, near / "z", then=far / "z")
-        begun.wait()
-        threading.Timer(0.1, left.set).start()
+        assert begun.wait(60)
         _ = 1 // 0
     assert log.of(CopyFailed)
     made = sync.finish_copies(near, config=SMALL)

@@ -42,6 +42,7 @@ from tests.rig import (
     engine_on,
     filled_state,
     random_state,
+    told_of_abort,
 )
 
 if TYPE_CHECKING:
@@ -72,10 +73,6 @@ class Gate:
         """Open it at the end of a block whatever happens: a test that fails must not hang."""
 
     async def __aexit__(self, *_: object) -> None:
-        self.opened.set()
-
-    def open_when_reached(self) -> None:
-        self.reached.wait()
         self.opened.set()
 
     def __call__(self, operation: Operation) -> None:
@@ -348,17 +345,19 @@ def test_what_cannot_be_closed_keeps_no_engine_from_its_end(
         core.start()
 
 
-async def test_leaving_by_an_error_aborts_what_is_in_flight(tmp_path: Path) -> None:
+async def test_leaving_by_an_error_aborts_what_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error comes out; nothing of the saves is left, and the checkpoint before is whole."""
     old = filled_state([1000], 1)
     path = tmp_path / "c"
     await ckptio.save(old, path)
     gate = Gate()
+    gate.opened = told_of_abort(monkeypatch)
     files = RecordingFiles(gate)
-    threading.Thread(target=gate.open_when_reached).start()
     with pytest.raises(ZeroDivisionError):
         async with engine_on(FilesCore(SMALL, None, files)) as engine:
-            handle = engine.save(filled_state([5_000_000], 2), path, overwrite=True)
+            handle = engine.save(filled_state([100_000], 2), path, overwrite=True)
             gate.reached.wait()
             _ = 1 // 0
     assert isinstance(handle.committed.error(), SaveAbortedError)
