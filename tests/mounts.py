@@ -83,11 +83,11 @@ class Mount:
         if not self._answers.wait(_PATIENCE_S):
             self._guilty.append(f"{what} is waited for")
 
-    def wait_until_hung(self, *parts: str) -> None:
-        """Wait until a call hangs that has some text in it."""
+    def wait_until_hung(self, *parts: str, num: int = 1) -> None:
+        """Wait until a call hangs that has some text in it, or so many of them do."""
         with self._changed:
             assert self._changed.wait_for(
-                lambda: any(all(part in what for part in parts) for what in self.waited),
+                lambda: sum(all(part in what for part in parts) for what in self.waited) >= num,
                 _PATIENCE_S,
             )
 

@@ -142,8 +142,7 @@ def test_however_many_loads_wait_for_it_nothing_else_does(tmp_path: Path, mount:
     with sync.Engine(SMALL) as engine, ThreadPoolExecutor(8) as pool:
         with mount.hanging():
             hung = [pool.submit(engine.load, far) for _ in range(8)]
-            while len(mount.waited) < NUM_ODD_JOBS:
-                mount.wait_until_hung(str(far))
+            mount.wait_until_hung(str(far), num=NUM_ODD_JOBS)
             engine.save(filled_state(SIZES, 1), near)
             assert_same(engine.load(near), filled_state(SIZES, 1))
         for load in hung:
@@ -173,8 +172,7 @@ async def test_however_many_were_cancelled_what_lies_beside_it_is_saved_and_load
         await engine.save(random_state(SIZES), far)
         with mount.hanging():
             loads = [asyncio.create_task(engine.load(far)) for _ in range(_MAX_LOOKS)]
-            while len(mount.waited) < _MAX_LOOKS:
-                await asyncio.to_thread(mount.wait_until_hung, str(far))
+            await asyncio.to_thread(mount.wait_until_hung, str(far), num=_MAX_LOOKS)
             for load in loads:
                 load.cancel()
             await asyncio.wait(loads)
