@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def told(causes: dict[int, str], *, in_doubt: bool = False) -> RankError:
-    return RankError("failed", causes=causes, in_doubt=in_doubt)
+    return RankError("it may stand" if in_doubt else "failed", causes=causes, in_doubt=in_doubt)
 
 
 def own(*, in_doubt: bool = False) -> StorageError:
-    return StorageError("no space", path="c", code=28, in_doubt=in_doubt)
+    text = "it may stand" if in_doubt else "no space"
+    return StorageError(text, path="c", code=28, in_doubt=in_doubt)
 
 
 COMMIT_FAILED = {0: "StorageError: 'c': no space"}
@@ -63,5 +64,6 @@ def test_what_nobody_can_tell_is_in_doubt(
     if in_doubt == "all" or case in in_doubt:
         assert doubt is not None
         assert doubt.in_doubt
+        assert "may" in str(doubt)
     else:
         assert doubt is None
