@@ -145,7 +145,11 @@ async def test_a_state_comes_back_bit_for_bit_whatever_the_schedule(
 
 
 @given(
-    sizes=sizes, seed=seeds, writes=st.integers(1, 8), copies=st.integers(1, 8), saves=st.just(2)
+    sizes=sizes,
+    seed=seeds,
+    writes=st.integers(1, 8),
+    copies=st.integers(1, 8),
+    saves=st.integers(1, 4),
 )
 @in_virtual_time
 async def test_limits_hold(
