@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import errno
 import itertools
 import os
@@ -44,6 +43,7 @@ from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.programs import run_program
 from tests.rig import (
     SMALL,
+    Ahead,
     FilesCore,
     assert_same,
     assert_tidy,
@@ -60,7 +60,6 @@ from tests.rig import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Self
 
     import torch
 
@@ -751,11 +750,6 @@ def test_what_was_saved_just_now_is_copied_over_what_is_newer_by_its_date(
 ) -> None:
     """By a clock that was ahead."""
     near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
-
-    class Ahead(dt.datetime):
-        @classmethod
-        def now(cls, tz: dt.tzinfo | None = None) -> Self:
-            return super().now(tz) + dt.timedelta(days=1)
 
     with monkeypatch.context() as patched:
         patched.setattr("ckptio.engine.save.dt.datetime", Ahead)

@@ -50,13 +50,12 @@ from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
-from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in, values_in
+from tests.rig import SMALL, Ahead, assert_same, assert_tidy, filled_state, names_in, values_in
 from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from typing import Self
 
     import torch
 
@@ -323,14 +322,6 @@ async def test_what_is_known_of_a_step_is_of_the_save_that_is_loaded(
                 await handle.durable
         assert_same(await ckpt.load(step=5), state_of(2))
         assert [record.metrics for record in await ckpt.records()] == [{"loss": 1}]
-
-
-class Ahead(dt.datetime):
-    """A clock that is ahead by an hour."""
-
-    @classmethod
-    def now(cls, tz: dt.tzinfo | None = None) -> Self:
-        return super().now(tz) + dt.timedelta(hours=1)
 
 
 async def none_is_made(*args: Any) -> None:

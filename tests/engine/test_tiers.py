@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import errno
 import itertools
 from typing import TYPE_CHECKING, Any, cast
@@ -57,6 +56,7 @@ from ckptio.testing import (
 from ckptio.testing.memory_attempt import MemoryAttempt
 from tests.rig import (
     SMALL,
+    Ahead,
     assert_same,
     config_with,
     filled_state,
@@ -68,7 +68,6 @@ from tests.virtual import in_virtual_time
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from typing import Self
 
     from ckptio import Engine, SaveHandle
     from ckptio.events import Event
@@ -1337,14 +1336,6 @@ async def test_an_owed_copy_does_not_replace_a_newer_checkpoint(*, overwrite: bo
         assert far.leftovers() == []
     assert memory(storages, "near/a").notes == {}
     assert_alike(storages, "near/b")
-
-
-class Ahead(dt.datetime):
-    """A clock that is ahead by an hour."""
-
-    @classmethod
-    def now(cls, tz: dt.tzinfo | None = None) -> Self:
-        return super().now(tz) + dt.timedelta(hours=1)
 
 
 @pytest.mark.parametrize("num_owed", [1, 3])
