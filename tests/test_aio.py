@@ -22,30 +22,12 @@ from ckptio._aio import (
 )
 from ckptio._threads import Threads
 from ckptio.testing import DeadlockError, VirtualLoop, run_virtual
-from tests.interrupts import interrupted
+from tests.interrupts import Held, interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-class Held:
-    """A blocking call that goes on until it is let go."""
-
-    def __init__(self) -> None:
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.ended = False
-
-    def __call__(self) -> str:
-        self.entered.set()
-        self.go_on.wait()
-        self.ended = True
-        return "done"
-
-    async def started(self) -> None:
-        while not self.entered.is_set():
-            await asyncio.sleep(0)
 
 
 async def test_a_blocking_call_returns_what_it_returns() -> None:

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from ckptio._own_thread import in_own_thread
-from tests.interrupts import interrupted
+from tests.interrupts import Held, interrupted
 from tests.programs import run_program
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -68,23 +68,6 @@ loop = asyncio.new_event_loop()
 task = loop.create_task(in_own_thread(function))
 loop.run_forever()
 """
-
-
-class Held:
-    """A blocking call that goes on until it is let go."""
-
-    def __init__(self) -> None:
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.ended = False
-
-    def __call__(self) -> None:
-        self.entered.set()
-        self.go_on.wait()
-        self.ended = True
-
-    async def started(self) -> None:
-        while not self.entered.is_set():
-            await asyncio.sleep(0)
 
 
 async def test_an_own_thread_is_gone_at_the_end() -> None:
