@@ -136,7 +136,7 @@ def assert_tidy(directory: str | os.PathLike[str]) -> None:
 class FilesResolver(Resolver):
     """Finds checkpoints that are read and written by the given file operations."""
 
-    def __init__(self, context: EngineContext, files: PosixFiles) -> None:
+    def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
         super().__init__(
             context.config, context.executor, context.observer, context.stores, context.far
         )

@@ -11,13 +11,20 @@ import fsspec
 
 from ckptio import Checkpointer
 from ckptio.checkpointer.steps import parse_name
-from ckptio.engine.resolver import Resolver
 from ckptio.ranks.interface import Deadlines
-from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, MemoryRanks
-from tests.rig import SMALL, InlineCore, committed, context_of, engine_on, names_in, running_cache
+from tests.rig import (
+    SMALL,
+    FilesResolver,
+    InlineCore,
+    committed,
+    context_of,
+    engine_on,
+    names_in,
+    running_cache,
+)
 from tests.storage.object_rig import OneStore
 
 if TYPE_CHECKING:
@@ -36,20 +43,13 @@ if TYPE_CHECKING:
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
 
 
-class RootResolver(Resolver):
+class RootResolver(FilesResolver):
     """Finds what is local by the given file operations, and only checkpoints of ours."""
-
-    def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
-        super().__init__(
-            context.config, context.executor, context.observer, context.stores, context.far
-        )
-        self._files = files
 
     def storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
         if remote_url(path) is not None:
             return self.own_storage(path)
-        threads = self._threads(is_second=is_second)
-        return LocalStorage(local_path(path), self._config, threads, self._emit, self._files)
+        return super().storage(path, is_second=is_second)
 
     def root(self, path: PathLike) -> Root:
         if remote_url(path) is not None:
