@@ -44,6 +44,24 @@ _GRACE_S = 5.0
 _WATCH_S = 5.0
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What was seen in the store last, and what came of it.
+
+    Attributes:
+        sight: What there is to see.
+        since_s: Since when, by the loop's clock.
+        is_news: Whether it is of this attempt of the job, as far as anybody can tell: what is there
+            from before is passed over, and waited for no less.
+        trouble: The error with which a call there ended; `None` if there was none.
+    """
+
+    sight: Sight
+    since_s: float
+    is_news: bool
+    trouble: RankError | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Search:
     """How a rank other than 0 finds rank 0. `until_s` is by the loop's clock."""
@@ -66,34 +84,38 @@ class Search:
         """
         loop = asyncio.get_running_loop()
         heard, began_s = await self.store.ask(self.board.heard), process_began_s()
-        last, since_s, pause_s = Sight(), loop.time(), _FIRST_PAUSE_S
-        trouble: RankError | None = None  # with the rank 0 that was seen last
+        seen, pause_s = _Seen(Sight(), loop.time(), is_news=False), _FIRST_PAUSE_S
         while True:
             sight = await self.store.ask(self.board.look)
-            if sight != last:
-                last, since_s, pause_s, trouble = sight, loop.time(), _FIRST_PAUSE_S, None
-            meeting = sight.meeting
+            if sight != seen.sight:
+                # said in the life of this process, and not of a failure that the rank was told of
+                is_news = sight.number > heard and sight.meeting.at_s >= began_s
+                seen, pause_s = _Seen(sight, loop.time(), is_news=is_news), _FIRST_PAUSE_S
             # with no time left nobody answers: what an earlier try found says more
-            if meeting.port and (trouble is None or loop.time() < self.until_s):
-                found = await self._enter(sight.number, meeting)
+            if sight.meeting.port and (seen.trouble is None or loop.time() < self.until_s):
+                found = await self._enter(sight.number, sight.meeting)
                 if isinstance(found, Member):
                     return found
                 if found is None:
                     continue
-                if trouble is None or loop.time() < self.until_s:  # else it was cut short
-                    trouble = found
-            # said in the life of this process, and not of a failure that the rank was told of
-            is_news = sight.number > heard and meeting.at_s >= began_s
+                if seen.trouble is None or loop.time() < self.until_s:  # else it was cut short
+                    seen.trouble = found
             end_s = self.until_s
-            if is_news:
-                end_s = min(end_s, since_s + _patience_s(meeting, self.deadlines))
+            if seen.is_news:
+                end_s = min(end_s, seen.since_s + _patience_s(sight.meeting, self.deadlines))
             if loop.time() >= end_s:
-                if is_news and meeting.gone:
-                    await self.store.ask_briefly(self.board.hear, sight.number)
-                    raise _departure(meeting.gone)
-                raise trouble if is_news and trouble else _absence(self.deadlines.meet_s, trouble)
+                raise await self._give_up(seen)
             await asyncio.sleep(min(pause_s, end_s - loop.time()))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _give_up(self, seen: _Seen) -> RankError:
+        """Make the error that says why rank 0 was not met."""
+        if not seen.is_news:
+            return _absence(self.deadlines.meet_s, seen.trouble)
+        if seen.sight.meeting.gone:
+            await self.store.ask_briefly(self.board.hear, seen.sight.number)
+            return _departure(seen.sight.meeting.gone)
+        return seen.trouble or _absence(self.deadlines.meet_s, None)
 
     async def _enter(self, number: int, meeting: Meeting) -> Member | RankError | None:
         """Go where somebody seems to wait, and wait for all.
