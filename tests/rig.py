@@ -501,6 +501,12 @@ async def read_files(storage: Storage) -> dict[str, bytes]:
     return found
 
 
+async def asked_for(storage: MemoryStorage, kind: str) -> None:
+    """Wait until an operation of a kind has been asked of a storage, on a loop in virtual time."""
+    while not any(operation.kind == kind for operation in storage.operations):
+        await asyncio.sleep(0.001)
+
+
 @contextlib.contextmanager
 def page_aligned(data: bytes) -> Iterator[memoryview]:
     """Lend memory that starts on a page and holds `data`."""

@@ -30,7 +30,7 @@ from ckptio.testing import (
     run_virtual,
 )
 from tests.job_rig import DEADLINES, job
-from tests.rig import SMALL, InlineCore, config_with, object_storage
+from tests.rig import SMALL, InlineCore, asked_for, config_with, object_storage
 from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
@@ -454,8 +454,7 @@ async def test_an_abort_before_a_copy_is_published_leaves_nobody_in_doubt(aborti
         async def body(rank: int, engine: Engine) -> None:
             handle = engine.save(state_of(rank), "memory", then="far")
             if rank == aborting:
-                while not any(operation.kind == "commit" for operation in place.operations):
-                    await asyncio.sleep(0.001)
+                await asked_for(place, "commit")
                 handle.abort()
             await handle
             with pytest.raises(SaveAbortedError if rank == aborting else RankError) as caught:
@@ -546,8 +545,7 @@ async def test_who_loses_rank_0_as_it_commits_a_copy_is_in_doubt() -> None:
         async def body(rank: int, engine: Engine) -> None:
             handle = engine.save(state_of(rank), "memory", then="far")
             if rank == 1:
-                while not any(operation.kind == "commit" for operation in place.operations):
-                    await asyncio.sleep(0.001)
+                await asked_for(place, "commit")
                 ranks.ranks.kill(0)
             await handle
             with pytest.raises(PeerLostError) as caught:

@@ -33,6 +33,7 @@ from tests.job_rig import Job, job
 from tests.rig import (
     SAVE_IDS,
     InlineCore,
+    asked_for,
     config_with,
     contents_of,
     inline_engine,
@@ -351,8 +352,7 @@ def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
             give_place(ranks, 0, slow)
             handles = begin_saves(ranks)
             begun = "commit" if is_out else "publish"
-            while not any(operation.kind == begun for operation in slow.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(slow, begun)
             for _ in range(2):
                 for task in tasks:
                     task.cancel()
@@ -437,8 +437,7 @@ def test_who_aborts_while_it_looks_what_became_of_a_save_is_told_of_that(late: i
             while ranks.place.manifest is None:
                 await asyncio.sleep(0.001)
             handles[1].abort()
-            while not any(operation.kind == "look" for operation in slow.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(slow, "look")
             handles[late].abort()
             for outcome in await outcomes_of(handles):
                 assert not isinstance(outcome, BaseException), outcome
@@ -471,8 +470,7 @@ def test_who_aborts_while_it_looks_does_not_wait_for_a_silent_store(late: int) -
             while ranks.place.manifest is None:
                 await asyncio.sleep(0.001)
             handles[1].abort()
-            while not any(operation.kind == "look" for operation in silent.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(silent, "look")
             begun_s = now_s()
             handles[late].abort()
             error = (await outcomes_of(handles))[late]
@@ -534,8 +532,7 @@ def test_who_aborts_hears_what_is_waited_for_in_any_case(*, is_first: bool) -> N
             while ranks.place.manifest is None:
                 await asyncio.sleep(0.001)
             handles[1 if is_first else 2].abort()
-            while not any(operation.kind == "look" for operation in late.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(late, "look")
             handles[1].abort()
             await check_all_hear_of_it(ranks, handles, 1)
 
@@ -567,8 +564,7 @@ def test_who_has_aborted_looks_after_it_has_removed_what_it_made() -> None:
             slow = same_place(ranks, SlowToEnd)
             give_place(ranks, 0, slow)
             handles = begin_saves(ranks)
-            while not any(operation.kind == "committed" for operation in slow.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(slow, "committed")
             handles[0].abort()
             await check_all_hear_of_it(ranks, handles, 0)
 
@@ -603,8 +599,7 @@ def test_who_aborts_while_a_lost_rank_0_commits_is_in_doubt() -> None:
             slow = same_place(ranks, SlowToPublish)
             give_place(ranks, 0, slow)
             handles = begin_saves(ranks)
-            while not any(operation.kind == "publish" for operation in slow.operations):
-                await asyncio.sleep(0.001)
+            await asked_for(slow, "publish")
             ranks.ranks.kill(0)
             handles[1].abort()
             for error in (await outcomes_of(handles))[1:]:
@@ -623,10 +618,8 @@ def test_an_abort_before_anything_is_published_leaves_nobody_in_doubt(aborting: 
 
     async def scenario() -> None:
         async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
-            operations = ranks.storages[0].operations
             handles = begin_saves(ranks)
-            while not any(operation.kind == "commit" for operation in operations):
-                await asyncio.sleep(0.001)
+            await asked_for(ranks.storages[0], "commit")
             handles[aborting].abort()
             errors = await outcomes_of(handles)
             assert isinstance(errors.pop(aborting), SaveAbortedError)
