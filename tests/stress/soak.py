@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -25,13 +26,16 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 import ckptio
 from ckptio import sync
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAMES = ["a", "b", "c"]
 NUM_WORKERS = 4
@@ -176,9 +180,8 @@ class Worker:
                 checkpointer.save(state_of(self._next, self._rng), step, overwrite=True)
 
 
-def spawn(number: int, root: Path, journal: Journal, rng: random.Random) -> int:
-    """Fork a worker: torch is imported once. Gives its process id."""
-    seed = rng.random()
+def spawn(journal: Journal, run: Callable[[], object]) -> int:
+    """Run something in a fork of this process: torch is imported once. Gives its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -195,16 +198,21 @@ def spawn(number: int, root: Path, journal: Journal, rng: random.Random) -> int:
     sys.unraisablehook = lambda told: wrong(told.exc_value)
     threading.excepthook = lambda told: wrong(told.exc_value)
     try:
-        Worker(number, root, journal, random.Random(seed)).run()
+        run()
     except BaseException:
         wrong(traceback.format_exc())
-    os._exit(1)
+    os._exit(0)
 
 
 def soak(root: Path, journal: Journal, rng: random.Random, num_kills: int) -> None:
     """Run the workers; kill one after the other, and stop some for a while."""
-    numbers = iter(range(1, 1 << 30))
-    pids = [spawn(next(numbers), root, journal, rng) for _ in range(NUM_WORKERS)]
+    numbers = itertools.count(1)
+
+    def begin() -> int:
+        worker = Worker(next(numbers), root, journal, random.Random(rng.random()))
+        return spawn(journal, worker.run)
+
+    pids = [begin() for _ in range(NUM_WORKERS)]
     for _ in range(num_kills):
         place = rng.randrange(NUM_WORKERS)
         go_on(journal, rng)
@@ -215,7 +223,7 @@ def soak(root: Path, journal: Journal, rng: random.Random, num_kills: int) -> No
             go_on(journal, rng)
         os.kill(pids[place], signal.SIGKILL)
         os.waitpid(pids[place], 0)
-        pids[place] = spawn(next(numbers), root, journal, rng)
+        pids[place] = begin()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -236,12 +244,14 @@ def judge(root: Path, journal: Journal) -> list[str]:
     """Say what does not hold of that which has to; see above."""
     events = journal.events()
     wrong = [str(event[2]) for event in events if event[1] == "wrong"]
-    asked_s = {event[3]: event[0] for event in events if event[1] == "asked"}
+    asked_s: dict[int, float] = {}
     acknowledged: dict[str, dict[int, float]] = collections.defaultdict(dict)
     loads = []
-    for at_s, kind, *more in events:
-        if kind == "acknowledged":
-            acknowledged[more[0]][more[1]] = at_s
+    for at_s, kind, *more in events:  # the first of several ranks counts
+        if kind == "asked":
+            asked_s.setdefault(more[1], at_s)
+        elif kind == "acknowledged":
+            acknowledged[more[0]].setdefault(more[1], at_s)
         elif kind == "loaded":
             loads.append((*more,))
     for name in NAMES:
@@ -260,19 +270,19 @@ def judge(root: Path, journal: Journal) -> list[str]:
     return wrong
 
 
+def tell(root: Path, journal: Journal) -> int:
+    """Say what was done how often, and, as an error, what is wrong. Gives the exit code."""
+    wrong = judge(root, journal)
+    done = collections.Counter(event[2] for event in journal.events() if event[1] == "did")
+    sys.stdout.write(json.dumps(done))
+    sys.stderr.write("\n".join(wrong))
+    return bool(wrong)
+
+
 def main() -> int:
     """Soak, and say what is wrong."""
     root, seed, num_kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     journal = Journal(root / "journal")
     soak(root, journal, random.Random(seed), num_kills)
-    wrong = judge(root, journal)
-    counts = collections.Counter((event[1], *event[2:][:1]) for event in journal.events())
-    done = {more[0]: count for (kind, *more), count in counts.items() if kind == "did"}
-    sys.stdout.write(json.dumps(done))
-    sys.stderr.write("\n".join(wrong))
-    return bool(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return tell(root, journal)
