@@ -34,6 +34,7 @@ from ckptio.storage.s3_answers import (
     info_of,
     listed,
     receive,
+    receive_object,
     told,
     wanted,
 )
@@ -198,11 +199,7 @@ class S3Store:
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""
         answer = await self.request("get_object", Key=key)
-        info = info_of(key, answer)
-        data = bytearray(min(info.nbytes, limit))
-        with memoryview(data) as room:
-            await receive(answer, room)
-        return info, bytes(data)
+        return await receive_object(key, answer, limit)
 
     async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range; see `store.ObjectStore`."""

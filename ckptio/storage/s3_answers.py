@@ -104,6 +104,25 @@ async def receive(answer: Mapping[str, Any], room: memoryview) -> None:
         raise TransientError(f"{position} bytes came instead of {len(room)}")
 
 
+async def receive_object(
+    key: str, answer: Mapping[str, Any], limit: int
+) -> tuple[ObjectInfo, bytes]:
+    """Read what the answer to a GET describes, and its body up to a limit of bytes.
+
+    Raises:
+        TransientError: It describes no object, or fewer bytes came.
+    """
+    try:
+        info = info_of(key, answer)
+    except TransientError:
+        answer["Body"].close()
+        raise
+    data = bytearray(min(info.nbytes, limit))
+    with memoryview(data) as room:
+        await receive(answer, room)
+    return info, bytes(data)
+
+
 def has_etag(found: object, match: str) -> bool:
     """Whether an answer is of an object with an etag; it is where there is nothing to compare."""
     return not match or not found or str(found).strip('"') == match.strip('"')

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime as dt
+import io
 import ssl
 import types
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,22 @@ async def test_what_is_known_of_services_is_read_once(
     async with opened(moto) as store:
         assert await store.list(f"{new_prefix()}/") == []
     assert read == []
+
+
+async def test_an_answer_that_describes_no_object_keeps_no_connection(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its body has still to send."""
+    body = io.BytesIO(b"data")
+    async with opened(moto) as store:
+
+        async def answer(*_: object, **__: object) -> dict[str, Any]:
+            return {"Body": body, "ContentLength": 4}
+
+        monkeypatch.setattr(store, "request", answer)
+        with pytest.raises(TransientError, match="does not describe an object"):
+            await store.get("x", 4)
+    assert body.closed
 
 
 async def test_listings_go_on_over_pages(moto: Server) -> None:
