@@ -24,6 +24,12 @@ SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile")
 #: Hundreds of processes of the tests import the package: each would compile it where a machine
 #: says that nobody is to keep what was compiled.
 CACHED = {"PYTHONDONTWRITEBYTECODE": None}
+#: A test that takes minutes hangs: it ends the run, which names it and what each thread was at.
+#: Workers are not started again, as the next one would begin with the file of that test.
+LIMITED = (
+    *("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"),
+    "--max-worker-restart=0",
+)
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 CEPH = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 CEPH_INSTALL = (
@@ -55,7 +61,8 @@ def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
     install(session, "tests", "clouds", compiles=False)
     marks = ("-m", "not stress and not real_s3")
-    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *marks, *session.posargs, env=CACHED)
+    options = (*SIDE_BY_SIDE, *LIMITED, *marks)
+    session.run("python", "-m", "pytest", *options, *session.posargs, env=CACHED)
 
 
 @nox.session
