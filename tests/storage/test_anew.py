@@ -238,9 +238,9 @@ def test_what_is_on_smb_is_known(
         assert not linux.is_on_fuse(file.fileno())
 
 
-def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_fuse_is_known(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that has a disk is not; of any other one a server may be asked, and is once."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+    with tempfile.TemporaryFile(dir=tmpfs) as file:
         monkeypatch.setattr(linux, "_file_systems", {})
         assert not linux.is_on_fuse(file.fileno())
         answers = iter([None, 0x65735546])
@@ -249,7 +249,7 @@ def test_what_is_on_fuse_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not linux.is_on_fuse(file.fileno())  # nobody tells: that is no answer to keep
         assert all(linux.is_on_fuse(file.fileno()) for _ in range(3))
     monkeypatch.setattr(os, "major", lambda _: 8)
-    with tempfile.TemporaryFile(dir=tmp_path) as file:
+    with tempfile.TemporaryFile(dir=tmpfs) as file:
         assert not linux.is_on_fuse(file.fileno())
 
 

@@ -6,7 +6,6 @@ import mmap
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -48,19 +47,16 @@ for value in range(int(sys.argv[2])):
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def place(tmp_path: Path, tmpfs: Path) -> Path:
     """A directory whose files can be leased: the temporary one, or one in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:  # a file system
-        for directory in (tmp_path, Path(shared)):
-            file = directory / "probe"
-            file.write_bytes(bytes(NBYTES))
-            with opened(file) as fd, Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
-                if lent is not None:
-                    break
-        else:
-            pytest.skip("needs leases: a local file system")
-        file.unlink()
-        yield directory
+    for directory in (tmp_path, tmpfs):
+        file = directory / "probe"
+        file.write_bytes(bytes(NBYTES))
+        with opened(file) as fd, Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
+            if lent is not None:
+                file.unlink()
+                return directory
+    pytest.skip("needs leases: a local file system")
 
 
 class opened:  # noqa: N801  # as open() is
