@@ -44,6 +44,8 @@ NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
         (1, True, False),
         ({"a": [1, (2.0,)]}, {"a": [1, (2.0,)]}, True),
         ({"a": [1]}, {"a": [1, 2]}, False),
+        ([float("nan"), torch.ones(1)], [float("nan"), torch.ones(1)], True),
+        ((1, 2), (1, True), False),
         ({"a": 1}, {"b": 1}, False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
         ({1: 1}, {True: 1}, False),
