@@ -27,7 +27,7 @@ CACHED = {"PYTHONDONTWRITEBYTECODE": None}
 #: A test that takes minutes hangs: it ends the run, which names it and what each thread was at.
 #: Workers are not started again, as the next one would begin with the file of that test.
 LIMITED = (
-    *("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"),
+    *("-o", "faulthandler_timeout=600", "-o", "faulthandler_exit_on_timeout=true"),
     "--max-worker-restart=0",
 )
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
