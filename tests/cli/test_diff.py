@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -328,4 +329,5 @@ def test_an_array_of_no_type_is_no_difference(
     for path in paths:
         rewrite(path, tree=b'{"x": {"~": "np", "t": 0, "d": "%s", "s": [16]}}' % dtype.encode())
     assert main(["diff", *map(str, paths)]) == 2
-    assert f"no dtype {dtype!r}" in capsys.readouterr().err
+    # numpy 1.26 takes the last for strings of fewer characters than none
+    assert re.search(f"no dtype '{dtype}'|does not have 48 bytes", capsys.readouterr().err)

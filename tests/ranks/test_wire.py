@@ -7,6 +7,7 @@ import contextlib
 import socket
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -388,7 +389,7 @@ def test_a_verdict_is_parsed_strictly() -> None:
         b'{"kind":"lost","what":"w","text":"t","x":1}',
         b'{"kind":"other","what":"w","text":"t"}',
     ):
-        with pytest.raises(ValueError, match=r"(?i)object|invalid"):
+        with pytest.raises(msgspec.MsgspecError, match=r"(?i)object|invalid"):
             decode_verdict(data)
     assert parse_head(b'{"type":"bye"}') == Bye()
 
