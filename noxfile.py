@@ -70,8 +70,8 @@ def tests(session: nox.Session) -> None:
 def compat(session: nox.Session, torch: str) -> None:
     """Run the tests of what torch has a part in with other versions of it."""
     install(session, "tests", "clouds", torch=f"torch=={torch}.*")
-    parts = "adapters checkpointer conversion engine foreign ranks staging state".split()
-    paths = session.posargs or [f"tests/{part}" for part in parts]
+    parts = ("adapters", "checkpointer", "conversion", "engine", "foreign", "ranks", "staging")
+    paths = session.posargs or [f"tests/{part}" for part in (*parts, "state")]
     options = (*SIDE_BY_SIDE, *LIMITED, "-m", "not stress and not real_s3")
     session.run("python", "-m", "pytest", *options, *paths, env=CACHED)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 
 from ckptio.errors import ConfigError, PeerLostError, RankError
 from ckptio.format.compose import encode_manifest
@@ -963,7 +964,7 @@ def test_jobs_do_not_meet_in_a_store_that_they_share() -> None:
     assert [store.get("key") for store in stores] == [b"a", b"b"]
 
 
-class OneConnection(dist.Store):
+class OneConnection(dist.Store):  # type: ignore[misc, name-defined]  # torch says so to nobody
     """A store that torch cannot clone, as it can a `FakeStore` from 2.15 on."""
 
     def __init__(self) -> None:
