@@ -187,6 +187,8 @@ def told(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.HTTPClientError) and _is_unreadable(kept_from):
         kind = type(kept_from).__name__
         return RefusedError(f"the certificates to trust cannot be read (verify=): {kind}")
+    if isinstance(kept_from, aiohttp.ClientResponseError):  # aiohttp could not parse it
+        return TransientError(f"the answer is no valid HTTP: {type(kept_from).__name__}")
     if isinstance(error, _NO_ANSWER):
         return TransientError(f"the connection{_where(error)} failed: {name}")
     return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)

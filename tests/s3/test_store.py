@@ -507,6 +507,15 @@ def test_certificates_that_cannot_be_read_are_not_asked_for_again(tmp_path: Path
         assert isinstance(problem, TransientError)
 
 
+def test_an_answer_that_is_no_http_is_not_called_a_connection_that_failed() -> None:
+    """Under `python -X dev`, aiohttp refuses a header that comes twice, as moto's `Server` does."""
+    request: Any = types.SimpleNamespace(real_url="http://host/?secret")
+    refused = aiohttp.ClientResponseError(request, (), status=400, message="secret")
+    problem = told(botocore.exceptions.HTTPClientError(error=refused))
+    assert isinstance(problem, TransientError)
+    assert str(problem) == "the answer is no valid HTTP: ClientResponseError"
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "is_tried_again"),
     [
