@@ -187,6 +187,16 @@ async def test_a_step_that_was_not_committed_is_none(tmp_path: Path) -> None:
         assert_same(await ckpt.load(), state_of(3))
 
 
+async def test_what_an_engine_saved_is_a_step_once_it_is_called_so(tmp_path: Path) -> None:
+    """Before that, a run would start from scratch; afterwards, it goes on from there."""
+    await asyncio.to_thread(sync.save, state_of(4), tmp_path / "step-4", config=SMALL)
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        assert await ckpt.latest() is None
+        (tmp_path / "step-4").rename(tmp_path / step_name(4))
+        assert await ckpt.latest() == 4
+        assert_same(await ckpt.load(), state_of(4))
+
+
 async def test_a_damaged_step_raises_and_says_what_to_load(tmp_path: Path) -> None:
     """Which work to give up is the user's to decide."""
     await save_steps(tmp_path, 1, 2)

@@ -342,7 +342,7 @@ def prune(
     it. The highest step and the one committed last always stay. Without --even-owed, a step
     whose copy to a second tier is still owed stays, too: it is the only one there is. Steps
     whose manifests make no sense count for nothing and stay, as does everything that is not
-    called step-<number>. Reading a step while it is removed ends with an error.
+    called like step-00000004. Reading a step while it is removed ends with an error.
 
     The exit code is 2 if something could not be removed; and nothing is removed if a manifest
     cannot be read now, no step has a METRIC, or a step to pin is not there.
