@@ -251,10 +251,12 @@ def _base_of(
         if span == (start, stop) and tensor.is_contiguous() and _is_physical(tensor):
             return member
     first = members[0]
-    storage = first.tensor.untyped_storage()
+    # several may begin at one place; the longest has all that any of them has
+    storages = [m.tensor.untyped_storage() for m in members]
+    storage = max(storages, key=torch.UntypedStorage.nbytes)
     lone = len(members) == 1
     if stop - start > sum(m.tensor.nbytes for m in members) or any(
-        m.tensor.untyped_storage().data_ptr() != storage.data_ptr() for m in members
+        each.data_ptr() != storage.data_ptr() for each in storages
     ):
         return None
     if lone and not _is_physical(first.tensor):

@@ -203,6 +203,22 @@ def test_overlapping_memory_of_two_storages_is_stored_apart() -> None:
     assert_same(rebuilt(flat), state)
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_two_storages_that_begin_at_one_place_are_stored_once(names: str) -> None:
+    """Whichever is first: one over an array reaches as far as what was made of it."""
+    array = np.arange(12.0)
+    views = {
+        "a": torch.from_numpy(array[:6]).view(2, 3).t(),
+        "b": torch.from_numpy(array).view(3, 4).t(),
+    }
+    state = {name: views[name] for name in names}
+    flat = flatten(state)
+    assert flat.nbytes == array.nbytes
+    found = rebuilt(flat)
+    assert_same(found, state)
+    assert is_tied(found["a"], found["b"])
+
+
 def test_what_has_a_base_is_settled() -> None:
     """Though some of it has gaps, and the rest has a smaller base of its own."""
     buffer = torch.randn(20)
