@@ -183,6 +183,16 @@ def test_what_is_not_in_memory_as_it_reads_is_no_base(turn: Any) -> None:
     assert_same(rebuilt(flatten(state)), state)
 
 
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view, torch.t])
+def test_what_is_not_in_memory_as_it_reads_is_no_base_of_another_storage(turn: Any) -> None:
+    """Nor is one in another order: a part of it would be another one."""
+    array = np.arange(80) + 1j
+    state = {"a": turn(torch.from_numpy(array).view(8, 10)), "b": torch.from_numpy(array[5:])[::9]}
+    flat = flatten(state)
+    assert flat.untied == ("a", "b")
+    assert_same(rebuilt(flat), state)
+
+
 def test_what_is_stored_for_views_has_the_type_of_the_only_one() -> None:
     """Bytes for several; and what is a base itself stays a plain tensor in the tree."""
     buffer = torch.arange(20.0)
@@ -271,6 +281,15 @@ def test_views_that_do_not_lie_at_whole_elements_of_their_memory_are_stored_apar
     assert_same(rebuilt(flat), state)
 
 
+def test_memory_may_begin_anywhere() -> None:
+    """In a file, say: what counts is where a view begins in it."""
+    memory = torch.from_numpy(np.zeros(41, np.uint8)[1:].view(np.float32))
+    state = {"a": memory[:6], "b": memory[2:]}
+    flat = flatten(state)
+    assert flat.nbytes == memory.nbytes
+    assert_same(rebuilt(flat), state)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "M8[D]", ">i4"])
 def test_the_same_array_twice_is_stored_once_and_tied(dtype: str) -> None:
     """Whatever its elements; a part of it, and the same bytes as another type, are their own."""
@@ -294,6 +313,10 @@ def test_an_array_and_a_tensor_in_one_memory_are_stored_apart() -> None:
     found = rebuilt(flat)
     assert isinstance(found["a"], np.ndarray)
     assert_same(found, state)
+    for state in ({"a": tensor.numpy()[::3], "t": tensor}, {"a": tensor.numpy(), "t": tensor[::3]}):
+        flat = flatten(state)
+        assert flat.untied == ("a", "t")
+        assert_same(rebuilt(flat), state)
 
 
 def test_an_expanded_tensor_stores_its_memory() -> None:
@@ -318,10 +341,14 @@ def test_a_conjugate_beside_its_base_is_a_view_of_it() -> None:
     assert found[2].is_neg()
 
 
-def test_neighbours_are_not_tied() -> None:
-    """Tensors beside each other in one storage have nothing in common."""
-    flat = flatten(dict(zip("abc", torch.randn(30).split(10), strict=True)))
-    assert len(flat.specs) == 3
+@pytest.mark.parametrize("others", [{}, {"d": slice(2, 6)}])
+def test_neighbours_are_not_tied(others: dict[str, slice]) -> None:
+    """Tensors beside each other in one storage have nothing in common, whatever others have."""
+    whole = torch.randn(8)
+    state = dict(zip("abc", torch.randn(30).split(10), strict=True))
+    state |= {"whole": whole, **{name: whole[part] for name, part in others.items()}}
+    flat = flatten(state)
+    assert [spec.name for spec in flat.specs] == ["a", "b", "c", "whole"]
     assert flat.untied == ()
 
 
