@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import errno
 import fractions
@@ -35,7 +36,7 @@ from ckptio import (
     UnsupportedLeafError,
     sync,
 )
-from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
+from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_meant, step_name
 from ckptio.engine import group
 from ckptio.errors import CheckpointChangedError, EngineClosedError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
@@ -121,6 +122,39 @@ async def test_a_step_is_not_there_though_nobody_can_list_those_that_are(tmp_pat
     assert (caught.value.message, caught.value.filename) == ("there is nothing here", step)
 
 
+@pytest.mark.parametrize("ask", ["latest", "steps", "load"])
+async def test_checkpoints_with_other_names_than_steps_have_are_told_of(
+    root: str, caplog: pytest.LogCaptureFixture, ask: str
+) -> None:
+    """Once: a run that has saved them otherwise would begin anew without a word."""
+    async with Engine(config=SMALL) as engine:
+        for name in ("step-4", "iter_0000030", "best"):
+            await engine.save(state_of(1), f"{root}/{name}")
+    async with Checkpointer(root, config=SMALL) as ckpt:
+        for _ in range(2):
+            with contextlib.suppress(CheckpointNotFoundError):
+                assert not await getattr(ckpt, ask)()
+        (line,) = caplog.messages
+        assert line == (
+            f"{root!r}: there are no steps here, but 'step-4', 'iter_0000030', which a Checkpointer"
+            " passes over; to go on from 'iter_0000030', rename it 'step-00000030'"
+        )
+
+
+async def test_where_there_are_steps_or_no_checkpoints_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers at the end of names are everywhere."""
+    await save_steps(tmp_path / "some", 1)
+    async with Engine(config=SMALL) as engine:
+        await engine.save(state_of(4), tmp_path / "some" / "step-4")
+    (tmp_path / "none" / "epoch7").mkdir(parents=True)
+    for name, latest in (("some", 1), ("none", None)):
+        async with Checkpointer(tmp_path / name, config=SMALL) as ckpt:
+            assert await ckpt.latest() == latest
+    assert not caplog.records
+
+
 def flip_data(root: Path, step: int) -> None:
     (file, *_) = (root / step_name(step)).glob("data-*")
     data = bytearray(file.read_bytes())
@@ -141,6 +175,10 @@ def test_a_step_has_one_name_and_a_name_one_step() -> None:
         assert parse_name(name) is None
     assert parse_name("step-٠٠٠٠٠٠٠٩") is None
     assert parse_name(f"step-{MAX_STEP + 1}") is None
+    meant = {"step-9": 9, "step-000000009": 9, "epoch3_100": 100, "7": 7, "x-0": 0}
+    assert {name: step_meant(name) for name in meant} == meant
+    for name in (step_name(9), "step-9.bak", f"step-{10 * MAX_STEP}", "step-٩", "step-9\n"):
+        assert step_meant(name) is None
     for step in (-1, True, 1.0, MAX_STEP + 1, "3"):
         with pytest.raises(ConfigError, match="step= is an int"):
             step_name(step)  # type: ignore[arg-type]  # refused

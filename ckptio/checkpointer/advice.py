@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from ckptio.checkpointer.steps import step_name
 from ckptio.errors import CorruptionError, FormatError, RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _NUM_SHOWN = 8
 _DAMAGED = (CorruptionError, FormatError)
@@ -50,3 +51,17 @@ def missing(steps: Sequence[int]) -> str:
     named = f"{'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, shown))}"
     num_more = len(steps) - len(shown)
     return f"the run has {named}{f', and {num_more} below them' if num_more else ''}"
+
+
+def misnamed(names: Mapping[int, str]) -> str:
+    """Say that a run has no step, but checkpoints that are called otherwise.
+
+    Args:
+        names: Theirs, one or more, by the step that each may be meant as.
+    """
+    shown = ", ".join(repr(name) for _, name in sorted(names.items()))
+    highest = max(names)
+    return (
+        f"there are no steps here, but {shown}, which a Checkpointer passes over; to go on from"
+        f" {names[highest]!r}, rename it {step_name(highest)!r}"
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import GRACE_S, run_blocking, shielded
-from ckptio.checkpointer.steps import is_step, parse_name, record_of, step_name
+from ckptio.checkpointer.steps import is_step, parse_name, record_of, step_meant, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 MAX_REMOVALS = 3
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
+#: Names that are no steps of which it is looked whether they are checkpoints.
+_NUM_MISNAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,21 @@ class Keeper:
         else:
             told = dict.fromkeys(step for step in await self.listed() if step > above)
         return await self._committed(told)
+
+    async def misnamed(self) -> dict[int, str]:
+        """Give checkpoints whose names are no steps', by the step that each may be meant as.
+
+        Some of them: those with the highest numbers.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        names = await self.root.names(lambda name: step_meant(name) is not None)
+        meant = {step: name for name in sorted(names) if (step := step_meant(name)) is not None}
+        some = sorted(meant)[-_NUM_MISNAMED:]
+        looked = await self.root.look([meant[step] for step in some])
+        there = {item.name for item in looked if item.version is not None}
+        return {step: meant[step] for step in some if meant[step] in there}
 
     async def newest(
         self,

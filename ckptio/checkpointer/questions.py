@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
+from ckptio.checkpointer.advice import misnamed
 from ckptio.checkpointer.agree import agreed_records, agreed_steps
 from ckptio.errors import ConfigError, StorageError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ckptio.checkpointer.upkeep import Upkeep
     from ckptio.engine.context import EngineContext
     from ckptio.plan.retention import StepRecord
+
+_log = logging.getLogger("ckptio")
 
 
 class Questions:
@@ -40,6 +44,7 @@ class Questions:
         self._second = second
         self._upkeep = upkeep
         self._pace = pace
+        self._has_looked = False
 
     async def records(self, key: str, context: EngineContext) -> list[StepRecord]:
         """Read what is known of the committed steps, lowest first."""
@@ -60,11 +65,12 @@ class Questions:
         """List the committed steps, lowest first."""
 
         async def read() -> Sequence[int]:
-            first = await self._keeper.steps()
-            if self._second is None:
-                return first
-            with _with_way_out(first):
-                return await self._second.steps(first)
+            steps = await self._keeper.steps()
+            if self._second is not None:
+                with _with_way_out(steps):
+                    steps = await self._second.steps(steps)
+            await self._look_beside(steps)
+            return steps
 
         found = await agreed_steps(key, context, "steps()", read)
         self._pace.found(found)
@@ -83,18 +89,33 @@ class Questions:
         async def read() -> Sequence[int]:
             first = await self._keeper.newest(count)
             if self._second is None:
+                await self._look_beside(first)
                 return first
             with _with_way_out(first):
                 steps, is_there = await self._second.newest(count, first)
             is_on_both = is_there and first[-1:] == steps[-1:]
             if count > 1 and first and not is_on_both:  # it is about to be loaded
                 await self._second.look_back(self._keeper, steps[-1], first[-1])
+            await self._look_beside(steps)
             return steps
 
         call = "latest()" if count == 1 else "load()"
         found = await agreed_steps(key, context, call, read)
         self._pace.found(found)
         return found
+
+    async def _look_beside(self, steps: Sequence[int]) -> None:
+        """If there are no steps, say, once, if there are checkpoints that may be meant as some.
+
+        Without a word, a run that has them would begin anew.
+        """
+        if steps or self._has_looked:
+            return
+        self._has_looked = True
+        with contextlib.suppress(StorageError):
+            meant = await self._keeper.misnamed()
+            if meant:
+                _log.warning("%r: %s", self._keeper.root.path, misnamed(meant))
 
     async def new(self, following: Following, key: str, context: EngineContext) -> list[int]:
         """Give the highest committed step, if a loop over new steps has not seen it."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_STEP = 10**18
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})\Z")
+_NUMBERED = re.compile(r"(?<![0-9])[0-9]{1,18}\Z")
 
 
 def step_name(step: int, option: str = "step=") -> str:
@@ -53,6 +54,15 @@ def parse_name(name: str) -> int | None:
 def is_step(name: str) -> bool:
     """Whether something is called as a step is."""
     return parse_name(name) is not None
+
+
+def step_meant(name: str) -> int | None:
+    """Give the step that something may be meant as that is called otherwise: `step-4`, `iter_80`.
+
+    `None` for a step's own name, and where there is no number at the end.
+    """
+    match = _NUMBERED.search(name)
+    return int(match[0]) if match and not is_step(name) else None
 
 
 def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:

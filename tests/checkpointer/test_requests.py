@@ -190,8 +190,8 @@ async def test_a_step_that_takes_the_place_of_another_is_found(
 
 
 @in_virtual_time
-async def test_names_that_are_no_steps_are_listed_twice_and_no_more() -> None:
-    """Of a run that was never committed."""
+async def test_steps_that_were_never_committed_are_listed_twice_and_no_more() -> None:
+    """Of a run that was never committed; the first time, names that are no steps are, too."""
     store = DictStore()
     for step in (1, 2):
         store.set(f"run/{step_name(step)}/.attempt-{SAVE_IDS[1]}", b"")
@@ -199,6 +199,8 @@ async def test_names_that_are_no_steps_are_listed_twice_and_no_more() -> None:
         engines(store=store) as (engine,),
         checkpointer_on(engine, "dict://run") as ckpt,
     ):
+        assert await ckpt.latest() is None
+        assert count(store) == {"list": 3, "head": 4}
         assert await ckpt.latest() is None
         assert count(store) == {"list": 2, "head": 4}
 
