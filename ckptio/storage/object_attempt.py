@@ -12,6 +12,11 @@ is there is read back, and the save id in it decides. As long as a request of ou
 make the manifest appear, nothing that it names is removed: not by this save; nor by one that
 replaces it, or by a removal of the checkpoint, since both see the mark, which stays.
 
+    under way   nothing was sent that makes the manifest appear: an abort removes everything
+    published   it is there, or may be: an abort removes nothing. So it stays if the commit raises
+                an error that is `in_doubt`; with another one, the save is under way again
+    left        somebody else goes on with the save, or may: an abort removes nothing
+
 There are no locks here. A save that was killed leaves data, uploads and a mark; the next
 save to the path removes them once all of it has been quiet for an hour. So a save that
 has itself been silent for long gives up: others may have taken it for dead.
@@ -23,7 +28,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from ckptio._aio import GRACE_S, run_all, shielded, take_back_cancel
+from ckptio._aio import GRACE_S, outlive, run_all, shielded, take_back_cancel
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
@@ -86,10 +91,8 @@ class ObjectAttempt:
         self._mark = place.key(ATTEMPT_PREFIX + save_id)
         self._marked_s: float | None = None  # by `clock`, when the mark was written last
         self._sinks: list[ObjectSink] = []
-        self._published = False  # the manifest is out, or may be: nothing that it names may go
-        self._committed = False  # it is out, with all its files
-        self._doubt: StorageError | None = None  # raised in place of a cancellation
-        self._left = False  # somebody else goes on with the save, or may
+        self._published = False
+        self._left = False
 
     async def prepare(self, *, resumes: bool = False) -> None:
         """Leave a mark, and clear what killed saves left; who resumes drops its own uploads, too.
@@ -192,40 +195,56 @@ class ObjectAttempt:
             raise CommitConflictError(self._url)
         if len(manifest) > MAX_COMMIT_NBYTES:
             manifest = await self._write_apart(manifest)
-        commit = Commit(manifest, replaced)
+        commit = Commit(self._save_id, manifest, replaced)
+        publishing = asyncio.ensure_future(self._publish(commit))
+        failure: BaseException | None = None
         try:
-            await shielded(self._commit(commit))
+            await outlive(publishing)
         except asyncio.CancelledError:
-            if self._doubt is not None:
-                raise self._doubt from None  # a save that ends as cancelled has changed nothing
-            if not self._committed:
+            if not self._published:
                 raise
+            failure = publishing.exception()
+            if failure is not None:
+                raise failure from None  # a save that ends as cancelled has changed nothing
             take_back_cancel()
             self._place.hurry()
+        finally:
+            del publishing, failure  # as in `outlive`
         try:
             await shielded(self._clean_up(commit), grace_s=GRACE_S)
         except asyncio.CancelledError:  # what is left goes with a sweep
             take_back_cancel()
 
-    async def _commit(self, commit: Commit) -> None:
-        # from here on it may be there, whatever the answers are
+    async def _publish(self, commit: Commit) -> None:
+        """Publish a manifest, and find out what became of that; see above for the states."""
         self._published = True
+        try:
+            await self._settle(commit)
+        except StorageError as error:
+            self._published = error.in_doubt
+            raise
+
+    async def _settle(self, commit: Commit) -> None:
+        """Send a manifest, and look, until it is there or another's is for good.
+
+        Raises:
+            CommitConflictError: Another's is.
+            StorageError: It cannot be sent, or nobody knows: then it is `in_doubt`.
+        """
         for tries in range(1, _MAX_SETTLING + 1):
-            if not commit.is_sent:
+            if not commit.is_acknowledged:
                 await self._send(commit)
             found = await self._read_back()
-            if found is not None and self._is_committed(found, commit):
+            if found is not None and commit.stands(found):
                 await self._require_files(found)
-                self._committed = True
                 return
-            if not self._is_ours_perhaps(found, commit):
-                if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
+            if not commit.may_be(found):
+                if isinstance(commit.problem, RefusedError) and not commit.doubts():
                     break
                 self._go_on(found, commit)
             await asyncio.sleep(settling_wait_s(tries))
-        if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
+        if commit.is_acknowledged or commit.doubts() or commit.may_be(found):
             raise self._in_doubt(commit.problem)
-        self._published = False
         raise StorageError(f"cannot commit: {commit.problem}", path=self._url)
 
     async def _write_apart(self, manifest: bytes) -> bytes:
@@ -249,8 +268,7 @@ class ObjectAttempt:
         names = [name for name in found.names if not name.startswith(NOTE_PREFIX)]
         if found.save_id == self._save_id and await self._place.is_swept(self._mark, names):
             problem = "others have removed its files, as of a dead save: save again"
-            self._doubt = StorageError(problem, path=self._url, in_doubt=True)
-            raise self._doubt
+            raise StorageError(problem, path=self._url, in_doubt=True)
 
     async def _send(self, commit: Commit) -> None:
         """Send the manifest once, and note what became of it."""
@@ -276,18 +294,6 @@ class ObjectAttempt:
         except StorageError as error:
             raise self._in_doubt(error) from error
 
-    def _is_committed(self, found: Present, commit: Commit) -> bool:
-        """Whether ours is there, or was, and another save has replaced it since."""
-        if not found.save_id:
-            return False
-        old = commit.replaced
-        is_new = old is None or found.save_id != old.save_id
-        return found.save_id == self._save_id or (commit.is_sent and commit.is_decided and is_new)
-
-    def _is_ours_perhaps(self, found: Present | None, commit: Commit) -> bool:
-        """Whether what was read is damaged, perhaps on the way, and new."""
-        return found is not None and not found.save_id and not found.may_be(commit.replaced)
-
     def _go_on(self, found: Present | None, commit: Commit) -> None:
         """Judge what is there instead of ours: try again, or give up.
 
@@ -298,24 +304,20 @@ class ObjectAttempt:
         Raises:
             CommitConflictError: The other save's checkpoint stands.
         """
-        if not commit.is_sent and isinstance(commit.problem, TransientError):
+        if isinstance(commit.problem, TransientError):
             return
         old = commit.replaced
         if found is None or (old is not None and found.save_id == old.save_id):
-            if not commit.is_sent and self._overwrite:
+            if not commit.is_acknowledged and self._overwrite:
                 commit.replaced = found  # the condition was out of date
-        elif not commit.in_doubt_anyhow:
-            self._published = commit.in_doubt_if_absent
-            lost = CommitConflictError(self._url, in_doubt=self._published)
-            self._doubt = lost if lost.in_doubt else None
-            raise lost
+        elif not commit.doubts("anything"):
+            raise CommitConflictError(self._url, in_doubt=bool(commit.doubts("absent")))
 
     def _in_doubt(self, problem: Exception | None) -> StorageError:
         """Say that nobody knows."""
         what = "nobody knows whether the checkpoint was committed"
         said = f"{what}{f': {problem}' if problem else ''}; its files were left there"
-        self._doubt = StorageError(said, path=self._url, in_doubt=True)
-        return self._doubt
+        return StorageError(said, path=self._url, in_doubt=True)
 
     async def _clean_up(self, commit: Commit) -> None:
         """Remove what the commit made needless; an event, not an error, if it stays.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
@@ -22,53 +22,93 @@ MAX_COMMIT_NBYTES = 8 << 20
 _MAX_FOLLOWING = 3
 
 
-@dataclass(slots=True)
-class Commit:
-    """A commit, and what may still be under way of it.
+#: What the store makes sure of in one step with the write of a manifest: that none is there, or the
+#: one that is replaced; or nothing, and it takes effect whatever is there by then.
+OnlyIf = Literal["absent", "match", "anything"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request that publishes a manifest, and how it ended.
 
     Attributes:
-        manifest: What is published.
-        replaced: The manifest that was there before, if any, and is to be replaced.
-        problem: What went wrong with the last request.
-        is_sent: The store has acknowledged the last request.
-        is_decided: The store judges the condition of the last request in one step with the write.
-        in_doubt: Nobody knows what became of one of the requests.
-        in_doubt_if_absent: One of these takes effect only where no manifest is.
-        num_late: How many such requests may still take effect. Those that the store answered by
-            asking for fewer requests are not counted: stores throttle commits every day.
-        in_doubt_anyhow: One of these takes effect whatever is there by then.
+        only_if: When it takes effect.
+        problem: What went wrong; `None` if the store has acknowledged it. After a `TransientError`
+            nobody knows whether it has taken effect, or will.
     """
 
+    only_if: OnlyIf
+    problem: StoreError | None
+
+
+@dataclass(slots=True)
+class Commit:
+    """A manifest to publish, and what was asked of the store so far.
+
+    Attributes:
+        save_id: Of the save.
+        manifest: What is published.
+        replaced: The manifest that was there before, if any, and is to be replaced.
+        sent: Requests, in order; none follows one that was acknowledged.
+    """
+
+    save_id: str
     manifest: bytes
     replaced: Present | None
-    problem: StoreError | None = None
-    is_sent: bool = False
-    is_decided: bool = False
-    in_doubt: bool = False
-    in_doubt_if_absent: bool = False
-    num_late: int = 0
-    in_doubt_anyhow: bool = False
+    sent: list[Sent] = field(default_factory=list)
+
+    @property
+    def problem(self) -> StoreError | None:
+        """What went wrong with the last request, if there was one."""
+        return self.sent[-1].problem if self.sent else None
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the store has said that the manifest is there."""
+        return bool(self.sent) and self.problem is None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it has been there for certain, whatever is there by now."""
+        return self.is_acknowledged and self.sent[-1].only_if != "anything"
+
+    def doubts(self, *kinds: OnlyIf) -> list[TransientError]:
+        """Give what leaves requests in doubt: of some kinds, or of all if none is given."""
+        return [
+            each.problem
+            for each in self.sent
+            if isinstance(each.problem, TransientError) and (not kinds or each.only_if in kinds)
+        ]
 
     @property
     def may_come_back(self) -> bool:
         """Whether the manifest may appear once more after it was found to be there.
 
         If no request was acknowledged, one of those in doubt has brought it, and will not again.
+        Those that the store answered by asking for fewer requests are not counted: stores throttle
+        commits every day.
         """
-        return self.in_doubt_anyhow or self.num_late > (not self.is_sent)
+        num_late = sum(not doubt.slow_down for doubt in self.doubts("absent"))
+        return bool(self.doubts("anything")) or num_late > (not self.is_acknowledged)
+
+    def stands(self, found: Present) -> bool:
+        """Whether the manifest is what was found, or was there, and another one has replaced it."""
+        if not found.save_id:
+            return False
+        old = self.replaced
+        is_new = old is None or found.save_id != old.save_id
+        return found.save_id == self.save_id or (self.is_decided and is_new)
+
+    def may_be(self, found: Present | None) -> bool:
+        """Whether what was found is damaged, perhaps on the way, and new."""
+        return found is not None and not found.save_id and not found.may_be(self.replaced)
 
     def note(self, problem: StoreError | None, conditional: str) -> None:
         """Note how a request ended, and which conditions the store decides (`StoreTraits`)."""
-        self.problem = problem
-        self.is_sent = problem is None
-        absent = self.replaced is None
-        self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
-        if isinstance(problem, TransientError):
-            self.in_doubt = True
-            is_if_absent = self.is_decided and absent
-            self.in_doubt_if_absent |= is_if_absent
-            self.num_late += is_if_absent and not problem.slow_down
-            self.in_doubt_anyhow |= not self.is_decided
+        only_if: OnlyIf = "absent" if self.replaced is None else "match"
+        if conditional != "atomic" and (conditional, only_if) != ("create", "absent"):
+            only_if = "anything"
+        self.sent.append(Sent(only_if, problem))
 
 
 async def read_commit(
