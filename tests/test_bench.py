@@ -63,6 +63,8 @@ _EXCUSES = (
     "DCP's process wants gloo",
     "shared memory has",
     "there is no shared memory",
+    # torch 2.11's stager, when it is used again
+    *(["failed: KeyError: <class 'type'>"] if torch.__version__.startswith("2.11.") else []),
 )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11's stager stages once")
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocks", "stages in a thread"])
 def test_what_changes_once_it_is_staged_is_not_saved(tmp_path: Path, *, is_async: bool) -> None:
     """However it is staged, and with memory that an earlier save has used."""

@@ -294,6 +294,7 @@ def test_what_other_planners_keep_has_no_effect(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # of torch 2.15
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of 2.11
 @pytest.mark.parametrize("case", ["as it is", "no tensor", "type", "shape", "sparse"])
 def test_a_chunk_that_torch_loads_has_to_be_what_the_metadata_says(
     tmp_path: Path, case: str
