@@ -16,6 +16,7 @@ from ckptio._texts import shown
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.checkpointer.thinning import Thinning
 from ckptio.engine.heads import read_head
 from ckptio.engine.nearest import was_saved_again
 from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError
@@ -24,7 +25,6 @@ from ckptio.format.summary import is_newer
 from ckptio.plan.retention import KeepLast
 from ckptio.runtime.owed_copies import is_owed, take_up
 from ckptio.runtime.refusal import say_absent
-from ckptio.runtime.second_tier import is_copied
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ class SecondTier:
         self._engine: EngineCore | None = None
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
-        self._thinning = asyncio.Lock()
-        self._is_thinning_due = False  # whether a call of `thin_out` waits for its turn
         self._is_silent = False  # whether a commit waited for an answer of this tier in vain
         self._looking: Running[bool] | None = None  # the look that was begun last
 
@@ -253,97 +251,14 @@ class SecondTier:
         one, other = ((each.save_id, each.created.isoformat()) for each in (here, there))
         return await was_saved_again(one, other, storage)
 
-    async def thin_out(
+    def thinning(
         self, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
-    ) -> None:
-        """Remove steps from the first tier that `keep_local` does not keep there, if it is given.
-
-        Only steps of which the second tier has the very same save, with all its files; and never
-        the newest ones. For each step, the second tier is asked before the first one's turn is
-        taken, so that nothing on the first waits for a second that hangs. Calls run one at a time,
-        and while one waits, others return at once: it does their work, too.
-
-        Args:
-            first: Who looks after the first tier.
-            exempt: Gives the steps to leave alone; asked before each.
-            turn: The first tier's lock; see `Upkeep`.
-        """
-        if self._keep_local is None or self._is_thinning_due:
-            return
-        self._is_thinning_due = True
-        try:
-            await self._thinning.acquire()
-        finally:
-            self._is_thinning_due = False
-        failures: list[CheckpointError] = []
-        try:
-            local = await first.steps()
-            old = local[: -self._keep_local]
-            if any(step not in exempt() for step in old):
-                there = await self.keeper.listed()
-                for step in old:
-                    await asyncio.sleep(0)
-                    if step in there and step not in exempt():
-                        try:
-                            await self._let_go(step, first, exempt, turn, self._keep_local)
-                        except CheckpointError as error:  # the others need not stay for it
-                            failures.append(error)
-            if failures:
-                raise failures[0]
-        finally:
-            self._thinning.release()
-            failures.clear()  # an error refers to this frame: no reference cycle
-
-    async def thin_out_step(
-        self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
-    ) -> None:
-        """Do what `thin_out` does, for a step that is about to be removed from this tier.
-
-        A copy that ends late, after those of newer steps, may be removed as soon as it is made.
-        Nothing tells after that that it had been copied, and the first tier would keep the step.
-        """
-        if self._keep_local is not None and step not in exempt():
-            await self._let_go(step, first, exempt, turn, self._keep_local)
-
-    async def _let_go(
-        self,
-        step: int,
-        first: Keeper,
-        exempt: Callable[[], Collection[int]],
-        turn: asyncio.Lock,
-        num_local: int,
-    ) -> None:
-        """Remove a step from the first tier, if this one has it and `num_local` higher ones stay.
-
-        Args:
-            step: The step.
-            first: See `thin_out`, as for the next two.
-            exempt: As above.
-            turn: As above.
-            num_local: How many steps stay on the first tier, the highest that it has by then.
-        """
-        path = first.root.join(step_name(step))
-        save_id = await self._save_id(path)
-        if save_id is None or not await self._has(step, path):
-            return
-        async with turn:  # by now, it may be another one, or among the newest
-            if await self._save_id(path) == save_id:
-                higher = await first.newest(num_local, above=step)
-                if len(higher) == num_local and step not in exempt():
-                    await first.remove(step, save_id)
-
-    async def _save_id(self, path: str) -> str | None:
-        """Give the save id of a step of the first tier; `None` if it is gone, or to be copied."""
-        storage = self.context.resolver.storage(path)
-        head = await read_head(storage, self.context)
-        is_owed = head is None or await storage.has_note(head.save_id)
-        return None if head is None or is_owed else head.save_id
-
-    async def _has(self, step: int, path: str) -> bool:
-        """Whether a step of the first tier is on this one, whole."""
-        storage = self.context.resolver.storage
-        there = storage(self.path(step), is_second=True)
-        return await is_copied(storage(path), there, self.context)
+    ) -> Thinning | None:
+        """Give what removes steps from the first tier, if `keep_local` is given; see `Thinning`."""
+        num_local, context = self._keep_local, self.context
+        if num_local is None:
+            return None
+        return Thinning(first, self.keeper, num_local, exempt=exempt, turn=turn, context=context)
 
     async def exempt_from_sweep(
         self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
+    from ckptio.checkpointer.thinning import Thinning
     from ckptio.checkpointer.tiers import SecondTier
     from ckptio.moments import SaveMoments
     from ckptio.plan.retention import Retention
@@ -78,6 +79,9 @@ class Upkeep:
         self.passes: dict[Running[None], None] = {}  # changed without a lock
         #: One for each tier, so that a second one that hangs does not hold up the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._thinning: Thinning | None = None
+        if second is not None:
+            self._thinning = second.thinning(keeper, self.steps.exempt, self._turns[keeper])
         self._waiting: set[tuple[object, ...]] = set()  # calls of `_tidy` that wait for their turn
         self._is_warned = False
         self._is_told_of_metrics = False
@@ -180,11 +184,9 @@ class Upkeep:
 
     async def _thin_out(self) -> None:
         """Apply `keep_local`. Not in a turn: the second tier, which is asked, may hang."""
-        if self._second is not None:
+        if self._thinning is not None:
             try:
-                await self._second.thin_out(
-                    self._keeper, self.steps.exempt, self._turns[self._keeper]
-                )
+                await self._thinning.thin_out()
             except Exception as error:  # as above
                 self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=error))
 
@@ -266,10 +268,9 @@ class Upkeep:
                 return None
         except StorageError as error:
             return without_frames(error)  # its traceback has this: no reference cycle
-        if self._second is not None and keeper is self._second.keeper:
-            turn = self._turns[self._keeper]
+        if self._thinning is not None and keeper is not self._keeper:
             with contextlib.suppress(CheckpointError):  # `thin_out` tells of it
-                await self._second.thin_out_step(step, self._keeper, self.steps.exempt, turn)
+                await self._thinning.thin_out_step(step)
         if step not in self._exempt(keeper) and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
