@@ -276,12 +276,13 @@ async def test_a_commit_that_may_come_twice_leaves_its_mark() -> None:
     assert bucket.keys == keys_of(B, 10)
 
 
-def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
+@pytest.mark.parametrize("traits", [ATOMIC, CREATES], ids=["atomic", "create"])
+def test_who_lost_in_doubt_leaves_its_files_to_a_sweep(traits: StoreTraits) -> None:
     """The winner may be removed before the loser's late request comes: then it is whole."""
 
     async def scenario(*, removes: bool, cancels: bool) -> None:
         bucket = MemoryBucket()
-        store = MemoryStore(bucket, fault=late_once())
+        store = MemoryStore(bucket, traits=traits, fault=late_once())
         attempt = await object_storage(store).begin(A, overwrite=False)
         await fill_attempt(attempt, contents_of(A, 5000))
         other = asyncio.get_running_loop().create_task(
