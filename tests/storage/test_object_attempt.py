@@ -308,6 +308,25 @@ def test_who_lost_in_doubt_leaves_its_files_to_a_sweep(traits: StoreTraits) -> N
 
 
 @in_virtual_time
+async def test_who_lost_to_another_that_replaced_the_same_is_in_no_doubt() -> None:
+    """What was there before never comes back: a late request finds nothing to replace."""
+    bucket = MemoryBucket()
+    await save(bucket, C, 10)
+    store = MemoryStore(bucket, fault=late_once())
+    attempt = await object_storage(store).begin(A, overwrite=True)
+    await fill_attempt(attempt, contents_of(A, 5000))
+    commit = asyncio.create_task(attempt.commit(manifest_of(A, contents_of(A, 5000))))
+    await asyncio.sleep(0.05)
+    await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10), overwrite=True)
+    with pytest.raises(CommitConflictError) as caught:
+        await commit
+    assert not caught.value.in_doubt
+    await attempt.abort()
+    await asyncio.sleep(100)
+    assert bucket.keys == keys_of(B, 10)
+
+
+@in_virtual_time
 async def test_who_lost_and_never_asked_for_the_name_is_in_no_doubt() -> None:
     """The other was there before the first request."""
     bucket = MemoryBucket()
@@ -359,9 +378,12 @@ async def test_a_commit_that_was_put_off_leaves_no_mark() -> None:
     assert bucket.keys == keys_of(A, 5000)
 
 
+@pytest.mark.parametrize("look", ["before", "corrupted"])
 @pytest.mark.parametrize("answer", ["deny", "refuse"])
 @in_virtual_time
-async def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: str) -> None:
+async def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(
+    answer: str, look: FaultKind
+) -> None:
     """The denial may be of a second request, which a proxy made of the first one."""
 
     class Proxy(MemoryStore):
@@ -378,7 +400,7 @@ async def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(ans
     store = Proxy(bucket)
     attempt = await object_storage(store).begin(A, overwrite=False)
     await fill_attempt(attempt, contents_of(A, 10))
-    store.fault = lambda op: "before" if store.is_sent and op.kind == "get" else None
+    store.fault = lambda op: look if store.is_sent and op.kind == "get" else None
     with pytest.raises(StorageError, match="nobody knows") as caught:
         await attempt.commit(manifest_of(A, contents_of(A, 10)))
     assert caught.value.in_doubt
