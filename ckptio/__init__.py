@@ -19,9 +19,9 @@ arguments and results (`PathLike`, `Select`, `Manifest`) are among them, for ann
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ckptio._gc import import_module
 from ckptio._version import __version__
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -43,6 +44,10 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
 
     return run
 
+
+#: Does as `importlib.import_module`. Beside torch one collection takes a tenth of a second, and the
+#: modules of this package set one off, on the loop of whoever uses it first.
+import_module = without_collection(importlib.import_module)
 
 #: The calls that are under way. Of the module, as the collector is of the process.
 _pauses: dict[object, None] = {}

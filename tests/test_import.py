@@ -43,6 +43,23 @@ def test_importing_loads_nothing_heavy(code: str) -> None:
     assert modules_after(code) == set()
 
 
+def test_importing_sets_off_no_collection() -> None:
+    """But for the one that comes behind it: what is imported stays."""
+    script = """
+import gc, ckptio
+gc.set_threshold(100)
+began = []
+gc.callbacks.append(lambda phase, info: began.append(phase))
+ckptio.Engine
+gc.disable()
+print(began.count("start"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) <= 1
+
+
 def names_in(annotation: object) -> set[str]:
     """Names that an annotation is made of, also inside quotes."""
     if not isinstance(annotation, str):

@@ -14,12 +14,12 @@ import itertools
 import os
 import sys
 import threading
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from ckptio._aio import outlive
+from ckptio._gc import import_module
 from ckptio.errors import EngineClosedError
 from ckptio.events import notify
 from ckptio.runtime.aside import at_exit, never_end_in_child, run_uninterrupted
