@@ -88,11 +88,13 @@ class Turn:
         under_way = [(end, other) for end, other in before if not end.done()]
         asked = (self._is_beside(other) for _, other in under_way)
         are_beside = await run_all(asked, "ckptio-beside")  # at once: each may be given up late
-        for (end, _), is_beside in zip(under_way, are_beside, strict=True):
-            if is_beside:
-                await _outlast(end, attempt)
-        # those that have answered since go before this one: they do not know of it
-        while ahead := [e for e, o in before if not e.done() and o.identity == self.identity]:
+        beside = {end for (end, _), is_so in zip(under_way, are_beside, strict=True) if is_so}
+        # those that answer meanwhile go before this one, too: they do not know of it
+        while ahead := [
+            end
+            for end, other in under_way
+            if not end.done() and (end in beside or other.identity == self.identity)
+        ]:
             await _outlast(ahead[0], attempt)
         for end, other in before:
             if not end.done() and not other.identity:
