@@ -58,8 +58,8 @@ class SecondTier:
         self._engine: EngineCore | None = None
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
-        self._is_silent = False  # whether a commit waited for an answer of this tier in vain
-        self._looking: Running[bool] | None = None  # the look that was begun last
+        #: The last look of which a commit had no answer; none once another commit has one.
+        self._silent: Running[bool] | None = None
 
     def open(self, engine: EngineCore, make_root: Callable[..., Root]) -> None:
         """Begin. Asks no storage for anything."""
@@ -125,10 +125,10 @@ class SecondTier:
     def look_for(self, step: int) -> Running[bool] | None:
         """Begin to look whether this tier has a step already. From any thread.
 
-        Gives `None` while an earlier look that was waited for in vain hangs: each would take a
-        thread for good.
+        Gives `None` while a look hangs that a commit waited for in vain: each would take a thread
+        for good.
         """
-        if self._is_silent and self._looking is not None and not self._looking.end.done():
+        if self._silent is not None and not self._silent.end.done():
             return None
         storage = self.context.resolver.own_storage(self.path(step), is_second=True)
 
@@ -139,8 +139,7 @@ class SecondTier:
                 return False
             return True
 
-        self._looking = self.engine.submit(look, f"look for {storage.path}")
-        return self._looking
+        return self.engine.submit(look, f"look for {storage.path}")
 
     async def require_free(self, step: int, looking: Running[bool] | None) -> None:
         """Check that this tier has no such step, before it is committed on the first.
@@ -159,11 +158,12 @@ class SecondTier:
         if looking is None:
             return
         answer = looking.end.wrapped()
-        await asyncio.wait((answer,), timeout=0 if self._is_silent else _LOOK_S)
-        self._is_silent = not answer.done()
-        if self._is_silent:
-            answer.cancel()
-            looking.abort()
+        try:
+            await asyncio.wait((answer,), timeout=0 if self._silent else _LOOK_S)
+        finally:
+            if answer.cancel():  # nobody waits any longer: there is none yet
+                looking.abort()
+        self._silent = looking if answer.cancelled() else None
         if answer.cancelled() or answer.exception() is not None or not answer.result():
             return
         error = CheckpointExistsError(self.path(step))

@@ -786,6 +786,20 @@ def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
 
 
 @in_virtual_time
+async def test_a_look_that_nobody_waits_for_any_more_is_stopped_and_forgotten() -> None:
+    """Of a save that was aborted: how it ends then, by an error too, is told to nobody."""
+    tier, looking = SecondTier("/far", None), Running[bool]()
+    save = asyncio.create_task(tier.require_free(1, looking))
+    await asyncio.sleep(0.5)
+    save.cancel()
+    await asyncio.wait((save,))
+    assert save.cancelled()
+    assert looking.is_aborted
+    looking.end.set_exception(StorageError("the engine was left", path="/far"))
+    await asyncio.sleep(0.1)  # the loop would complain of an error that nobody saw
+
+
+@in_virtual_time
 async def test_a_second_tier_that_was_silent_is_looked_at_again_once_it_has_answered(
     tmp_path: Path,
 ) -> None:
@@ -798,14 +812,13 @@ async def test_a_second_tier_that_was_silent_is_looked_at_again_once_it_has_answ
         assert tier is not None
         hangs: Running[bool] = Running()
         await tier.require_free(1, hangs)
-        tier._looking = hangs
         assert tier.look_for(2) is None
         hangs.end.set_result(False)
         looking = tier.look_for(3)
         assert looking is not None
         assert not await looking.end.wrapped()
         await tier.require_free(3, looking)
-        assert not tier._is_silent
+        assert tier._silent is None
 
 
 async def test_a_second_tier_that_hangs_holds_threads_of_its_own(tmp_path: Path) -> None:
