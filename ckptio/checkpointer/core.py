@@ -24,7 +24,7 @@ from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
-from ckptio.checkpointer.tiers import second_tier_of
+from ckptio.checkpointer.tiers import SecondTier, require_tiers
 from ckptio.checkpointer.upkeep import Upkeep
 from ckptio.errors import (
     CheckpointChangedError,
@@ -90,11 +90,12 @@ class CheckpointerCore:
             require_seconds("sweep_after_s=", sweep_after_s)
         if remote_url(root) is None:
             local_path(root)
+        require_tiers(then, keep_local, keep)
         self.ending = Ending()
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
         self._given_root = root
-        self._second = second_tier_of(then, keep_local, keep)
+        self._then, self._keep_local = then, keep_local
         self._keep = keep
         self._every = every
         self._deadline_s = preempt_deadline_s
@@ -102,11 +103,12 @@ class CheckpointerCore:
         self._signals = SignalWatch(preempt_signals, self.preempt)
         self._engine: EngineCore | None = None
         self._keeper: Keeper | None = None
+        self._second: SecondTier | None = None
         self._stops: Stops | None = None
         self._upkeep: Upkeep | None = None
         self._questions: Questions | None = None
         self._listener = Listener(self)
-        self._watching: Running[None] | None = None
+        self._watching: list[Running[None]] = []  # one, once it has started
         self._pace = Pace(every)
         self._asked_s = 0.0
         self._wanted = ""  # why the last save was asked for, also before this was open
@@ -166,8 +168,8 @@ class CheckpointerCore:
             root = self.make_root(
                 self._given_root, engine.config, context.executor, engine.emit, context.stores
             )
-            if self._second is not None:
-                self._second.open(engine, self.make_root)
+            if self._then is not None:
+                self._second = SecondTier(self._then, self._keep_local, engine, self.make_root)
             self._signals.start()
         keeper = Keeper(root, context.executor, engine.emit)
         key = engine.next_key("checkpointer")
@@ -194,7 +196,7 @@ class CheckpointerCore:
     def start(self) -> None:
         """Begin what goes on in the background."""
         assert self._stops is not None  # noqa: S101  # it is open
-        self._watching = self._listener.start(self.engine, self._stops)
+        self._watching = [self._listener.start(self.engine, self._stops)]
         self.upkeep.start()
 
     def in_flight(self) -> tuple[list[SaveMoments], list[Running[None]]]:
@@ -214,10 +216,10 @@ class CheckpointerCore:
 
     def stop_watching(self) -> list[Running[None]]:
         """Hear no more calls and give signals back. Gives what has to be waited for then."""
-        if self._watching is not None:
-            self._watching.abort()
+        for watching in self._watching:
+            watching.abort()
         self._signals.stop()
-        return [] if self._watching is None else [self._watching]
+        return self._watching
 
     def end(self, error: BaseException | None) -> None:
         """Close, when everything has ended.

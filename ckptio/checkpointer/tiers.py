@@ -42,32 +42,36 @@ _LOOK_S = 1.0
 
 
 class SecondTier:
-    """Where the steps of a run are copied to.
+    """Where the steps of a run are copied to, while its checkpointer is open, and after.
 
     Args:
         then: A directory or a URL.
         keep_local: Steps that stay on the first tier when they are copied, the newest;
             `None` for what the policy keeps.
+        engine: The engine. No storage is asked for anything yet.
+        make_root: Makes the root.
+
+    Attributes:
+        engine: As given, for callers.
+        context: Its parts, for what runs on its loop, and may go on while the engine closes.
+        keeper: Looks after the steps there.
     """
 
-    def __init__(self, then: PathLike, keep_local: int | None) -> None:
-        if remote_url(then) is None:
-            local_path(then)
-        self._then = then
+    def __init__(
+        self,
+        then: PathLike,
+        keep_local: int | None,
+        engine: EngineCore,
+        make_root: Callable[..., Root],
+    ) -> None:
         self._keep_local = keep_local
-        self._engine: EngineCore | None = None
-        self._context: EngineContext | None = None
-        self._keeper: Keeper | None = None
+        self.engine = engine
+        self.context = context = engine.context
+        threads = context.far or context.executor
+        root = make_root(then, engine.config, threads, engine.emit, context.stores)
+        self.keeper = Keeper(root, context.executor, engine.emit)
         #: The last look of which a commit had no answer; none once another commit has one.
         self._silent: Running[bool] | None = None
-
-    def open(self, engine: EngineCore, make_root: Callable[..., Root]) -> None:
-        """Begin. Asks no storage for anything."""
-        context = engine.context
-        threads = context.far or context.executor
-        root = make_root(self._then, engine.config, threads, engine.emit, context.stores)
-        self._engine, self._context = engine, context
-        self._keeper = Keeper(root, context.executor, engine.emit)
 
     async def meet(self, first: Root, key: str, message: list[Any], context: EngineContext) -> None:
         """Check that this is not the first tier by another name, and that ranks are made alike.
@@ -94,24 +98,6 @@ class SecondTier:
         await there.locate()
         if await here.identify() == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
-
-    @property
-    def engine(self) -> EngineCore:
-        """The engine, for callers."""
-        assert self._engine is not None  # noqa: S101  # it is open
-        return self._engine
-
-    @property
-    def context(self) -> EngineContext:
-        """The engine's parts, for what runs on its loop, and may go on while the engine closes."""
-        assert self._context is not None  # noqa: S101  # it is open
-        return self._context
-
-    @property
-    def keeper(self) -> Keeper:
-        """Who looks after the steps there."""
-        assert self._keeper is not None  # noqa: S101  # it is open
-        return self._keeper
 
     def path(self, step: int) -> str:
         """Give the path of a step's copy, which need not exist."""
@@ -279,10 +265,8 @@ class SecondTier:
         return lambda: steps | exempt()
 
 
-def second_tier_of(
-    then: PathLike | None, keep_local: int | None, keep: Retention | None
-) -> SecondTier | None:
-    """Check the options of a second tier; `None` if there is to be none.
+def require_tiers(then: PathLike | None, keep_local: int | None, keep: Retention | None) -> None:
+    """Check the options of a second tier.
 
     `keep_local` may be as large as `KeepLast`: that has an effect in a run that goes back, where
     the step saved last stays beside the highest ones. Nothing is known of how many steps other
@@ -296,10 +280,11 @@ def second_tier_of(
     if then is None:
         if keep_local is not None:
             raise ConfigError("keep_local= has no effect without then=")
-        return None
+        return
     if keep_local is not None and isinstance(keep, KeepLast) and keep_local > keep.num_steps:
         raise ConfigError(
             f"keep_local={keep_local} has no effect with keep=KeepLast({keep.num_steps}), which"
             " leaves no more steps than that on either tier"
         )
-    return SecondTier(then, keep_local)
+    if remote_url(then) is None:
+        local_path(then)

@@ -46,7 +46,7 @@ from ckptio.runtime.running import Running
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.root import LocalRoot
+from ckptio.storage.root import LocalRoot, resolve_root
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
@@ -54,7 +54,7 @@ from tests.rig import SMALL, Ahead, assert_same, assert_tidy, filled_state, name
 from tests.virtual import in_virtual_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     import torch
@@ -75,6 +75,14 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield f"memory:/{root}"
     with contextlib.suppress(FileNotFoundError):
         fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+@contextlib.asynccontextmanager
+async def second_tier() -> AsyncIterator[SecondTier]:
+    """Give a tier whose place nobody asks for anything."""
+    async with engines() as (engine,):
+        assert engine._core is not None
+        yield SecondTier("/far", None, engine._core, resolve_root)
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -772,14 +780,15 @@ def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
     """For a second; and once more when it has answered again, before the commit came."""
 
     async def scenario() -> list[float]:
-        tier, loop, waited = SecondTier("/far", None), asyncio.get_running_loop(), []
-        for answers in (False, False, True, False):
-            looking: Running[bool] = Running()
-            if answers:
-                looking.end.set_result(False)
-            began_s = loop.time()
-            await tier.require_free(1, looking)
-            waited.append(loop.time() - began_s)
+        loop, waited = asyncio.get_running_loop(), []
+        async with second_tier() as tier:
+            for answers in (False, False, True, False):
+                looking: Running[bool] = Running()
+                if answers:
+                    looking.end.set_result(False)
+                began_s = loop.time()
+                await tier.require_free(1, looking)
+                waited.append(loop.time() - began_s)
         return waited
 
     assert run_virtual(scenario(), seed=0) == [1.0, 0.0, 0.0, 1.0]
@@ -788,11 +797,12 @@ def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
 @in_virtual_time
 async def test_a_look_that_nobody_waits_for_any_more_is_stopped_and_forgotten() -> None:
     """Of a save that was aborted: how it ends then, by an error too, is told to nobody."""
-    tier, looking = SecondTier("/far", None), Running[bool]()
-    save = asyncio.create_task(tier.require_free(1, looking))
-    await asyncio.sleep(0.5)
-    save.cancel()
-    await asyncio.wait((save,))
+    looking: Running[bool] = Running()
+    async with second_tier() as tier:
+        save = asyncio.create_task(tier.require_free(1, looking))
+        await asyncio.sleep(0.5)
+        save.cancel()
+        await asyncio.wait((save,))
     assert save.cancelled()
     assert looking.is_aborted
     looking.end.set_exception(StorageError("the engine was left", path="/far"))
@@ -838,10 +848,11 @@ async def test_a_second_tier_that_hangs_holds_threads_of_its_own(tmp_path: Path)
 @in_virtual_time
 async def test_a_look_at_the_second_tier_that_fails_is_none() -> None:
     """Whoever copies the step will see."""
-    for error in (asyncio.CancelledError(), RuntimeError("odd")):
-        looking: Running[bool] = Running()
-        looking.end.set_exception(error)
-        await SecondTier("/far", None).require_free(1, looking)
+    async with second_tier() as tier:
+        for error in (asyncio.CancelledError(), RuntimeError("odd")):
+            looking: Running[bool] = Running()
+            looking.end.set_exception(error)
+            await tier.require_free(1, looking)
 
 
 def test_a_local_step_that_is_saved_over_as_it_goes_stays(
