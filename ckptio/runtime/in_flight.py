@@ -1,5 +1,10 @@
 """The steps (coroutines) that are under way on an engine's loop, and the wait for their ends.
 
+    handed over   listed from here on: whoever closes the engine waits for its end
+    running       the loop has made its task
+    ended         first it is listed no more, then its `end` is set
+    refused       instead: the engine was closed by a handler, on the thread that handed it over
+
 Handing a step to the loop never waits for the loop. A signal's handler may hand one over wherever
 it interrupts the main thread, even while the loop waits for something that the main thread holds.
 
@@ -104,7 +109,6 @@ class InFlight:
         """
         keeps = None if running.is_endless else engine
         del engine
-        is_permitted = permit is None
 
         def spawn() -> None:
             assert self._group is not None  # noqa: S101  # as below
@@ -113,12 +117,12 @@ class InFlight:
                 self._group.create_task(self.run(step, context, running, keeps), name=name)
 
         def hand_over() -> None:
-            nonlocal is_permitted
+            nonlocal permit
             self._handed[running] = threading.get_ident()
             self._running.add(running)
-            if permit is not None and not is_permitted:
+            if permit is not None:
                 permit()
-                is_permitted = True  # and whoever closes the engine waits for this one
+                permit = None  # once: from here on, whoever closes the engine waits for this one
             self._call_soon(spawn)
             if running in self._refused:  # a handler closed the engine just before
                 raise _closed()
@@ -133,8 +137,7 @@ class InFlight:
                 self._running.discard(running)
                 self._handed.pop(running, None)
                 self._refused.discard(running)
-                if not running.end.done():
-                    running.end.set_exception(_closed())
+                running.end.try_exception(_closed())
             raise
         if self._is_aborted:  # looked at after it is there, and `abort` the other way round
             running.abort(_left())
@@ -203,6 +206,7 @@ class InFlight:
             # a handler that closes this may have stopped its thread where that hands a step over
             if any(self._handed.get(one) == closer_id for one in steps):
                 self._pass_through()
+                # it has not got to what it was not given: that cannot begin until this returns
                 late = {one for one in steps if self._handed.get(one) == closer_id}
                 self._refused |= late
                 self._running -= late
