@@ -183,6 +183,10 @@ def test_another_thread_may_write_where_one_that_is_gone_failed(tmp_path: Path) 
 
 def test_what_is_not_set_up_is_refused(tmp_path: Path) -> None:
     writer = StorageWriter(tmp_path / "c", config=QUICK)
-    writer.reset()
-    with pytest.raises(ConfigError, match="did not set the writer up"):
-        writer.prepare_global_plan([])
+    with ThreadPoolExecutor(1) as thread:
+        for begin_another in (None, writer.set_up_storage_writer):
+            if begin_another is not None:
+                thread.submit(begin_another, is_coordinator=True).result()
+            writer.reset()
+            with pytest.raises(ConfigError, match="did not set the writer up"):
+                writer.prepare_global_plan([])

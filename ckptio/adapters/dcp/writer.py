@@ -134,11 +134,12 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if path is not None:
             require_path(path, self._options.config)
             self._require_syncing(path)
-        self._turns: dict[threading.Thread, _Turn] = {}
+        self._next: dict[threading.Thread, _Next] = {}
+        self._begun: dict[threading.Thread, _Begun] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the saves that are under way, and their names: each copy has its own."""
-        return {**self.__dict__, "_turns": {}}
+        return {**self.__dict__, "_next": {}, "_begun": {}}
 
     @property
     def checkpoint_id(self) -> PathLike | None:
@@ -152,22 +153,23 @@ class StorageWriter(dcp.StorageWriter, _Stager):
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Turn to another checkpoint, on this thread; see `dcp.StorageWriter`."""
-        before = self._end()
+        before = self._take_next()
         if checkpoint_id is not None:
             self.path = checkpoint_id
-        elif before.next_id is None:
+        elif not before.save_id:
             # this thread was turned there, and has not saved yet; `path` may be another thread's
-            checkpoint_id = before.next_path
-        self._turn().next_path = checkpoint_id
+            checkpoint_id = before.path
+        self._next[threading.current_thread()] = _Next(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the save. Where no path was given, DCP calls this first."""
-        turn = self._turn()
+        thread = threading.current_thread()
+        before = self._next.get(thread, _Next())
         # an id without a save is of one that failed before it was set up: this is the next one
-        if turn.next_path is None or turn.next_id is not None:
-            turn.next_path = self.path  # as it is now: others may turn the writer meanwhile
-        turn.next_id = turn.next_id or new_save_id()
-        return StorageMeta(checkpoint_id=turn.next_path, save_id=turn.next_id)
+        path = before.path if before.path is not None and not before.save_id else self.path
+        # kept as it is now: others may turn the writer meanwhile
+        self._next[thread] = named = _Next(path, before.save_id or new_save_id())
+        return StorageMeta(checkpoint_id=named.path, save_id=named.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001, ARG002  # the stock signature
         """Begin a save on this rank; see `dcp.StorageWriter`.
@@ -176,8 +178,8 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             ConfigError: There is no path, or it is none; or ranks save each for itself where
                 a checkpoint of all ranks is; or an option would have no effect there.
         """
-        before = self._end()
-        if (to := before.next_path or self.path) is None:
+        before = self._take_next()
+        if (to := before.path or self.path) is None:
             raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
         require_path(to, self._options.config)
         self._require_syncing(to)
@@ -186,8 +188,8 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if not kwargs.get("use_collectives", True):
             self._require_free(path)
             path = place_of_rank(path, rank or 0)
-        save = RankSave(path, before.next_id or new_save_id(), rank, self._options)
-        self._turns[threading.current_thread()] = _Turn(path=to, save=save)
+        save = RankSave(path, before.save_id or new_save_id(), rank, self._options)
+        self._begun[threading.current_thread()] = _Begun(to, save)
 
     def _require_syncing(self, path: PathLike) -> None:
         """Refuse not to sync where nobody can say so.
@@ -233,10 +235,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
             StorageError: The place cannot be written.
         """
-        turn = self._under_way()
-        tickets = turn.rank_save.begin(len(plans))
+        begun = self._under_way()
+        tickets = begun.save.begin(len(plans))
         # whoever saves and fails on another rank does not tell: then this is what is left to do
-        turn.last_will = weakref.finalize(self, turn.rank_save.abandon_aside)
+        begun.last_will = weakref.finalize(self, begun.save.abandon_aside)
         return [
             dataclasses.replace(plan, storage_data=ticket)
             for plan, ticket in zip(plans, tickets, strict=True)
@@ -249,7 +251,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             UnsupportedLeafError: A value has no portable form.
             StorageError: The first failure of any file, on any thread.
         """
-        results = self._under_way().rank_save.write(plan, planner)
+        results = self._under_way().save.write(plan, planner)
         future: Future[list[dcp.WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -261,76 +263,78 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             StorageError: What a rank wrote is not there, or the manifest cannot be written.
             CommitConflictError: Somebody else committed meanwhile; theirs stands.
         """
-        turn = self._under_way()
-        save = turn.rank_save
-        metadata.storage_meta = StorageMeta(checkpoint_id=turn.path, save_id=save.save_id)
-        save.finish(metadata, results)
+        begun = self._under_way()
+        metadata.storage_meta = StorageMeta(checkpoint_id=begun.path, save_id=begun.save.save_id)
+        begun.save.finish(metadata, results)
         metadata.storage_data = {
             result.index: {k: v for k, v in result.storage_data.items() if k != "receipt"}
             for ours in results
             for result in ours
         }
-        for thread, ended in self._turns.copy().items():
-            if ended is turn:
-                self._turns.pop(thread, None)
-        turn.end()
+        for thread, ended in self._begun.copy().items():
+            if ended is begun:
+                self._begun.pop(thread, None)
+        begun.end()
 
-    def _turn(self) -> _Turn:
-        """Give the save of this thread, begun or not."""
-        return self._turns.setdefault(threading.current_thread(), _Turn())
-
-    def _under_way(self) -> _Turn:
-        """Give the save of this thread; if it has none, the only one of any other."""
-        turns = self._turns.copy()
-        own = turns.get(threading.current_thread())
-        begun = [turn for turn in (turns.values() if own is None else [own]) if turn.save]
-        if len(begun) != 1:
+    def _under_way(self) -> _Begun:
+        """Give the save of this thread; if it never had any, the only one of any other."""
+        this, begun = threading.current_thread(), self._begun.copy()
+        saves = [begun[this]] if this in begun else [*begun.values()]
+        if len(saves) != 1 or (this not in begun and this in self._next):
             raise ConfigError("DCP did not set the writer up: use it in dcp.save")
-        return begun[0]
+        return saves[0]
 
-    def _end(self) -> _Turn:
-        """End the save of this thread, and those of threads that have ended; return this one's.
+    def _take_next(self) -> _Next:
+        """Take what is known of this thread's next save; end its last one.
 
-        What they left is removed, as far as it was not committed.
+        As well as those of threads that have ended. What they left is removed, as far as it was not
+        committed.
         """
-        for thread, left in self._turns.copy().items():
-            if not thread.is_alive():  # it has failed, and nobody told
-                self._turns.pop(thread, None)
+        this = threading.current_thread()
+        for thread, left in self._begun.copy().items():
+            if thread is this or not thread.is_alive():  # it has failed, and nobody told
+                self._begun.pop(thread, None)
                 left.end()
-        turn = self._turns.pop(threading.current_thread(), _Turn())
-        turn.end()
-        return turn
+        for thread in self._next.copy():
+            if not thread.is_alive():
+                self._next.pop(thread, None)
+        return self._next.pop(this, _Next())
 
 
-@dataclass(slots=True)
-class _Turn:
-    """One save of a writer. DCP makes all calls of a save on one thread.
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What is known of a save that DCP has yet to set up.
 
     Attributes:
-        path: Where `save` goes; set with it.
-        next_path: Where the save goes that is yet to be set up; the writer's path if `None`.
-        next_id: The id that it will have, if DCP has asked for one.
-        save: The save, once it is set up. It stays here if it failed, and on ranks that do not
-            commit.
-        last_will: Removes what an uncommitted save left, when the writer or the process ends.
+        path: Where it goes; the writer's path if `None`.
+        save_id: The id that it will have, if DCP has asked for one.
     """
 
     path: PathLike | None = None
-    next_path: PathLike | None = None
-    next_id: str | None = None
-    save: RankSave | None = None
-    last_will: weakref.finalize[Any, Any] | None = None
+    save_id: str = ""
 
-    @property
-    def rank_save(self) -> RankSave:
-        """The save; only where one is set up."""
-        assert self.save is not None  # noqa: S101  # whoever asks has one under way
-        return self.save
+
+@dataclass(slots=True)
+class _Begun:
+    """A save that is set up. DCP makes all calls of it on one thread.
+
+    It is kept until it is committed; or, if it fails, and on ranks that do not commit, until its
+    thread turns to another, or ends.
+
+    Attributes:
+        path: Where it goes.
+        save: The save.
+        last_will: Removes what it left uncommitted, when the writer or the process ends.
+    """
+
+    path: PathLike
+    save: RankSave
+    last_will: weakref.finalize[Any, Any] | None = None
 
     def end(self) -> None:
         """Remove what the save left if it was not committed. Blocks."""
         will, self.last_will = self.last_will, None
-        if will is not None and will.detach() is not None and self.save is not None:
+        if will is not None and will.detach() is not None:
             self.save.abandon()
 
 
