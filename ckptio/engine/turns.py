@@ -1,4 +1,15 @@
-"""When a save may go: few at a time, and to one place in the order in which they were asked for."""
+"""When a save may go: few at a time, and to one place in the order in which they were asked for.
+
+A save copies and writes at once, and waits only before its commit, until the earlier ones to its
+place have ended (`Turn.come`): the newest state is what stays.
+
+Only then does it ask which of the others go to the same place by another name, so that copying
+waits for no mount whose server is gone. If there is no answer, it passes the earlier save, and says
+so in the list `passed_by`. That one reads it when it knows its own place, before its own commit: if
+it goes to the same place, it fails with `CommitConflictError`, unless the later save was not
+committed. So of two saves to one place one always knows of the other, and waits for it; and never
+each for the other, since nothing is added to the list of one that knows its place.
+"""
 
 from __future__ import annotations
 
@@ -111,14 +122,7 @@ class Turn:
 def turn(job: SaveJob, context: EngineContext) -> Iterator[MyTurn]:
     """Let saves to one place commit in the order in which they were asked for.
 
-    A later save copies and writes meanwhile, and waits for the end of the earlier one only
-    before its commit: the newest state is what stays. Gives what waits for the turn, and then
-    for the job's `permit`, whose error ends the save.
-
-    Only then does it ask which of the others go to the same place by another name, so that copying
-    waits for no mount whose server is gone. If there is no answer, it passes the earlier save. That
-    one fails with `CommitConflictError` if it turns out to go to the same place, unless the later
-    save was not committed.
+    Gives what waits for the turn, and then for the job's `permit`, whose error ends the save.
     """
     own = Turn(job.storage, asyncio.get_running_loop().create_future())
     with context.turns.enter(own) as before:
