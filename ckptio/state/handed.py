@@ -219,7 +219,7 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
     }
     return Handed(
         fqn,
-        lambda key: has_own or any(bare in rewritten for bare in above(names.bare(key))),
+        lambda key: any(bare in rewritten for bare in above(names.bare(key))),
         is_resized=lambda key: names.bare(key) in resized,
     )
 

@@ -11,7 +11,7 @@ from ckptio import PerRank, sync
 from ckptio.errors import MismatchError
 from ckptio.state.handed import handed_to
 from tests.rig import SMALL
-from tests.state.objects import Mean, Overriding, Turned, loaded_both
+from tests.state.objects import Mean, Overriding, Turned, hook_before, loaded_both
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,10 +57,32 @@ def test_what_is_not_loaded_is_given_as_a_copy(tmp_path: Path) -> None:
     target = Mean(3, 4)
     sync.load(tmp_path / "c", {"x": target}, config=SMALL, strict="ignore")
     assert target.total.tolist() == [1.0, 1.0]
+    assert target.parts.tolist() == [3.0, 4.0]
     sync.save({"x": Pair(1, 2)}, tmp_path / "d", config=SMALL)
     pair = Pair(3, 4)
     sync.load(tmp_path / "d", {"x": pair}, config=SMALL, select="x.both.two")
     assert pair.total.tolist() == [2.0, 3.0]
+
+
+class Counted:
+    """One that empties a dict in its state before it fills it."""
+
+    def __init__(self, **counts: int) -> None:
+        self.counts, self.seed = counts, torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": [self.counts], "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts.clear()
+        self.counts |= state["counts"][0]
+
+
+def test_a_dict_that_is_not_loaded_is_given_as_a_copy(tmp_path: Path) -> None:
+    target, other = Counted(a=3), Counted(a=4)
+    sync.save({"x": other}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL, select="x.seed")
+    assert target.counts == {"a": 3}
 
 
 class Refilled(Mean):
@@ -117,6 +139,17 @@ def test_a_module_may_turn_what_it_is_given(
         assert torch.equal(target.state_dict()[name], value), name
 
 
+def test_what_torchs_part_of_a_module_has_is_given_itself() -> None:
+    """Nothing writes to that before it is read, and a copy may have no room."""
+    target = torch.nn.Sequential(torch.nn.Linear(2, 2), hook_before(torch.nn.Linear(2, 2)))
+    state = target.state_dict()
+    handed = handed_to("", target, state)
+    assert handed is not None
+    given = handed.without_own(dict(state), state)
+    is_own = {name: given[name].data_ptr() == value.data_ptr() for name, value in state.items()}
+    assert is_own == {"0.weight": True, "0.bias": True, "1.weight": False, "1.bias": False}
+
+
 def test_a_sparse_buffer_is_missing_like_others(tmp_path: Path) -> None:
     """It has no one memory, and is tied to nothing."""
     module = torch.nn.Linear(2, 3)
@@ -141,26 +174,36 @@ def test_tied_parameters_under_a_hook_need_one_name(tmp_path: Path, name: str) -
     assert target.twin is target.weight
 
 
-def test_an_optimizer_may_turn_what_it_is_given(tmp_path: Path) -> None:
-    """By a hook that runs before."""
+def turn(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Swap two moments; what the optimizer has of them is gone before."""
+    for own in optimizer.state.values():
+        own["exp_avg"].zero_()
+    moments = state["state"][0]
+    moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg_sq"], moments["exp_avg"]
 
-    def stepped(*, hooked: bool) -> torch.optim.Optimizer:
+
+class Turning(torch.optim.Adam):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        turn(self, state_dict)
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Turning])
+def test_an_optimizer_may_turn_what_it_is_given(
+    tmp_path: Path, kind: type[torch.optim.Adam]
+) -> None:
+    """By a hook that runs before, or by code of its own."""
+
+    def stepped(kind: type[torch.optim.Adam], *, is_target: bool) -> torch.optim.Optimizer:
         weight = torch.nn.Parameter(torch.ones(2))
-        weight.grad = torch.arange(2.0) + hooked
-        optimizer = torch.optim.Adam([weight])
+        weight.grad = torch.arange(2.0) + is_target
+        optimizer = kind([weight])
         optimizer.step()
-
-        def turn(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-            for own in optimizer.state.values():
-                own["exp_avg"].zero_()
-            moments = state["state"][0]
-            moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg_sq"], moments["exp_avg"]
-
-        if hooked:
+        if is_target and kind is not Turning:
             optimizer.register_load_state_dict_pre_hook(turn)
         return optimizer
 
-    saved, target = stepped(hooked=False), stepped(hooked=True)
+    saved, target = stepped(torch.optim.Adam, is_target=False), stepped(kind, is_target=True)
     expected = saved.state_dict()["state"][0]
     sync.save({"x": saved}, tmp_path / "c", config=SMALL)
     sync.load(tmp_path / "c", {"x": target}, config=SMALL)

@@ -169,6 +169,28 @@ def test_buffers_that_are_filled_in_place_below_an_object_have_to_fit(tmp_path: 
         sync.load(tmp_path / "c", {"x": target}, config=SMALL)
 
 
+@pytest.mark.parametrize("is_below", [False, True])
+def test_a_buffer_takes_nothing_of_another_kind(tmp_path: Path, *, is_below: bool) -> None:
+    """Neither one that a module resizes, nor one that is filled in place below an object."""
+    app = App(2, has_hook=False)
+    module = app.model if is_below else with_buffer(torch.zeros(3))
+    module.register_buffer("seen", torch.zeros(3))
+    state = {**module.state_dict(), "seen": [1.0, 1.0, 1.0]}
+    saved, target = ({"model": state}, app) if is_below else (state, module)
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"x\.(model\.)?seen: "):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+
+
+def test_a_buffer_that_is_not_saved_is_not_loaded(tmp_path: Path) -> None:
+    """Though an older version saved it; torch says so, too."""
+    target = Queue(torch.zeros(2, 3))
+    sync.save({"x": {**target.state_dict(), "seen": torch.ones(3)}}, tmp_path / "c", config=SMALL)
+    target.register_buffer("seen", None, persistent=False)
+    with pytest.raises(MismatchError, match=r"x\.seen"):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+
+
 def test_arrays_that_are_resized_are_not_converted(tmp_path: Path) -> None:
     sync.save({"x": Replay(4, is_labelled=True)}, tmp_path / "c", config=SMALL)
     target = Replay(4)
