@@ -144,7 +144,14 @@ async def _settled(save: _JointSave, error: BaseException) -> SaveReceipt | None
 
 
 class _JointSave:
-    """One rank's part of a save."""
+    """One rank's part of a save.
+
+    What becomes of its files, if it fails, depends on how far it has come:
+
+        no receipt given    they go: no manifest names them
+        receipt given       they stay if the manifest names them, or may yet; they go if it is not
+                            there, and the ranks were told that the save has failed
+    """
 
     def __init__(self, job: SaveJob, context: EngineContext, my_turn: MyTurn) -> None:
         self._job = job
@@ -152,7 +159,7 @@ class _JointSave:
         self._decider = Decider(job, context, my_turn)
         self._leads = context.ranks.rank == 0
         self._attempt: Attempt | None = None
-        self._vouched = False
+        self._vouched = False  # whether the receipt is given, or about to be
         self._failure: StorageError | None = None  # this rank's own; of the commit, on rank 0
         self._look: asyncio.Timeout | None = None
         self._is_hurried = False
