@@ -21,6 +21,7 @@ from ckptio import sync
 from ckptio.errors import UnsupportedLeafError
 from ckptio.state.flatten import MAX_INLINE_NBYTES, flatten
 from ckptio.state.stateful import is_stateful
+from tests.state.objects import OwnMemory
 from tests.strategies import TORCH_DTYPES, keys, states
 
 if TYPE_CHECKING:
@@ -132,17 +133,6 @@ def test_a_stateful_object_stands_for_its_state() -> None:
     assert is_stateful(torch.nn.Linear(1, 1))
     assert not is_stateful(Loader)
     assert not is_stateful(torch.zeros(1))
-
-
-class OwnMemory(torch.Tensor):
-    """A subclass that may keep its data elsewhere."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        return func(*args, **(kwargs or {}))
 
 
 class Wrapper(OwnMemory):

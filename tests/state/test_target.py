@@ -25,6 +25,7 @@ from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
 from ckptio.state.target import Matcher
+from tests.state.objects import OwnMemory
 from tests.strategies import (
     CLASSES,
     Color,
@@ -141,10 +142,10 @@ def test_what_disagrees_is_listed_by_name() -> None:
     saved = {"a": zeros(2), "b": zeros(2), "c": zeros(3), "d": 1, "only": {"x": 1, "y": zeros(1)}}
     target = {
         "a": zeros(3), "b": zeros(2, dtype=torch.float16), "c": zeros(3), "d": zeros(1),
-        "new": [zeros(1), {"z": 1}],
+        "new": [zeros(1), {"z": 1}, []],
     }  # fmt: skip
     match = match_of(saved, target)
-    assert match.missing == ["new.0", "new.1.z"]
+    assert match.missing == ["new.0", "new.1.z", "new.2"]
     assert match.unexpected == ["only.x", "only.y"]
     assert match.mismatched == [
         "a: shape (3,) in the target, (2,) in the checkpoint",
@@ -550,6 +551,7 @@ def test_an_array_whose_elements_have_no_bytes_is_kept() -> None:
         (torch.zeros(1).expand(4), "its elements share memory"),
         (torch.zeros(4).to_sparse(), "not dense memory"),
         (torch.inference_mode()(torch.zeros)(4), "inference tensor"),
+        (torch.zeros(4).as_subclass(OwnMemory), "may hold its data elsewhere"),
     ],
 )
 def test_memory_that_cannot_take_every_element_is_refused(
@@ -617,6 +619,20 @@ def test_classes_are_found_in_every_container() -> None:
     for kind in (list, tuple, set, frozenset):
         assert list(classes_in({"a": kind([1, Color.RED])})) == [Color]
     assert list(classes_in({Color.RED: Point(1, Settings(2))})) == [Color, Point, Settings]
+
+
+def test_a_tensor_of_inference_mode_is_filled_in_it() -> None:
+    with torch.inference_mode():
+        target = torch.zeros(4)
+        assert match_of({"x": zeros(4)}, {"x": target}).agrees
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_what_is_made_is_a_parameter_where_that_was_one(kind: type[torch.Tensor]) -> None:
+    plain = torch.empty(2, device="meta")
+    target = plain if kind is torch.Tensor else torch.nn.Parameter(plain)
+    _, result = matched({"a": zeros(2)}, {"a": target})
+    assert type(result["a"]) is kind
 
 
 def test_elements_that_no_memory_would_hold_are_not_counted() -> None:

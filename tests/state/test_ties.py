@@ -378,6 +378,14 @@ def test_a_tensor_in_another_order_of_dimensions_is_stored_once_as_it_is() -> No
     assert flat.tree["a"] == flat.tree["b"] == flatten({"a": image}).tree["a"]
 
 
+def test_dimensions_of_one_element_leave_the_order_of_the_others() -> None:
+    """Whatever their strides are."""
+    thin = torch.randn(5, 1, 7).transpose(0, 2)
+    for tensor in (thin, thin.as_strided(thin.shape, (1, 3, 7))):
+        (source,) = flatten({"a": tensor}).tree.values()
+        assert [d for d in source["p"] if d != 1] == [2, 0]
+
+
 def test_an_expanded_conjugate_alone_has_lost_no_tie() -> None:
     """It is stored apart from nothing."""
     flat = flatten({"a": torch.ones(3, dtype=torch.complex64).conj().expand(4, 3)})
