@@ -361,8 +361,10 @@ def stepped_plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def over_dtensors(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
+def over_dtensors(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5)).to(dtype)
     for part in module:
         fully_shard(part, mesh=mesh_of((2,)))
     return kind(module.parameters())  # type: ignore[call-arg]  # as above
@@ -395,6 +397,18 @@ def test_an_optimizer_of_dtensors_takes_blocks_for_what_it_has_not_stepped(
                     assert_same(local(state[name]), moments[number][name].chunk(2)[rank])
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
+
+
+def test_blocks_of_an_optimizer_are_of_the_type_that_is_stored() -> None:
+    """Whatever that of its parameters is, which torch converts them to."""
+    plain = stepped_plain(torch.optim.AdamW)
+    saved = save(1, lambda _: {"opt": plain})
+    with as_rank(0, 2):
+        optimizer = over_dtensors(torch.optim.AdamW, torch.bfloat16)
+        load(saved, {"opt": optimizer})
+        first = optimizer.param_groups[0]["params"][0]
+        expected = plain.state_dict()["state"][0]["exp_avg"].chunk(2)[0].bfloat16()
+        assert_same(local(optimizer.state[first]["exp_avg"]), expected)
 
 
 def test_what_of_an_optimizer_of_dtensors_nobody_knows_how_to_cut_is_refused() -> None:
