@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptio.errors import CheckpointError
+from ckptio.format.fields import LAYOUT
+from ckptio.state.wrappers import take_apart
 from ckptio.testing import run_virtual
 from tests.job_rig import Job, job
 from tests.state.ranks import as_rank, mesh_of
@@ -194,6 +198,21 @@ def test_another_layout_is_refused_before_anything_changes(other: dict[str, Any]
             assert target["optimizer"]["state"]["w"]["step"] == 50
 
     run_virtual(go(), seed=0)
+
+
+def test_a_layout_says_which_of_equal_blocks_a_rank_has() -> None:
+    """Another dimension of the mesh may cut it, or the mesh has the ranks in another order."""
+    layouts = []
+    with as_rank(1, 4):
+        for ranks in ([[0, 1], [2, 3]], [[3, 2], [1, 0]]):
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("x1", "y1"))
+            for cuts in ([Shard(0), Replicate()], [Replicate(), Shard(0)]):
+                size = torch.Size([8, 16])
+                whole = DTensor.from_local(
+                    coded(1), mesh, cuts, run_check=False, shape=size, stride=(16, 1)
+                )
+                layouts.append(take_apart("w", whole)[1][LAYOUT])
+    assert all(one != other for one, other in itertools.combinations(layouts, 2))
 
 
 def test_another_number_of_ranks_is_refused() -> None:
