@@ -141,6 +141,22 @@ async def test_checkpoints_with_other_names_than_steps_have_are_told_of(
         )
 
 
+async def test_of_many_other_names_the_highest_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside files that others number."""
+    async with Engine(config=SMALL) as engine:
+        for step in range(10):
+            await engine.save(state_of(1), tmp_path / f"e{step}")
+    for number in range(20):
+        (tmp_path / f"events.{1700000000 + number}").touch()
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        assert await ckpt.latest() is None
+    (line,) = caplog.messages
+    assert "but 'e2', 'e3', 'e4', 'e5', 'e6', 'e7', 'e8', 'e9', and 2 below them, which" in line
+    assert line.endswith("to go on from 'e9', rename it 'step-00000009'")
+
+
 async def test_where_there_are_steps_or_no_checkpoints_nothing_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,9 +59,11 @@ def misnamed(names: Mapping[int, str]) -> str:
     Args:
         names: Theirs, one or more, by the step that each may be meant as.
     """
-    shown = ", ".join(repr(name) for _, name in sorted(names.items()))
-    highest = max(names)
+    steps = sorted(names)
+    shown = ", ".join(repr(names[step]) for step in steps[-_NUM_SHOWN:])
+    num_more = len(steps[:-_NUM_SHOWN])
     return (
-        f"there are no steps here, but {shown}, which a Checkpointer passes over; to go on from"
-        f" {names[highest]!r}, rename it {step_name(highest)!r}"
+        f"there are no steps here, but {shown}{f', and {num_more} below them' if num_more else ''},"
+        f" which a Checkpointer passes over; to go on from {names[steps[-1]]!r}, rename it"
+        f" {step_name(steps[-1])!r}"
     )

@@ -36,7 +36,7 @@ MAX_REMOVALS = 3
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
 #: Names that are no steps of which it is looked whether they are checkpoints.
-_NUM_MISNAMED = 8
+_NUM_MISNAMED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
